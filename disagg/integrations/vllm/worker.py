@@ -58,6 +58,9 @@ With asynchronous scheduling vLLM takes the tokens and the reports of a step onl
 that has computed something, or reported the end of a transfer, does not wait.
 """
 
+BLOCKED_S = 5.0
+"""How long prefill keeps a request for decode, while decode keeps its blocks for requests that prefill has no blocks for."""
+
 HEALTH_INTERVAL_S = 1.0
 """How often a worker looks whether its manager has ended."""
 
@@ -88,6 +91,7 @@ class WorkerHalf:
         self._nbytes = 0
         self._transport = ""
         self._health_due_s = 0.0
+        self._blocked_since_s = math.inf
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -181,6 +185,7 @@ class WorkerHalf:
         """The transfers that have ended since the last call."""
         manager = self._running()
         self._end_late_sends()
+        self._end_blocking_send(idle=idle)
         self._end_unreachable()
         self._give_back_read()
         if (
@@ -286,6 +291,24 @@ class WorkerHalf:
                 reason = f"no decode server took it within {now - send.finished_s:.0f} s"
                 send.finished_s = math.inf  # only once
                 send.handle.abort(reason)
+
+    def _end_blocking_send(self, *, idle: bool) -> None:
+        """End one of the requests that wait for decode, if decode waits too: its blocks are reserved for requests that this
+        server cannot compute, since its own blocks have those that decode cannot reserve.
+        """
+        sends = [send for send in self._sends.values() if send.handle is not None and send.lease is None]
+        held = [send for send in sends if send.finished_s is not None and send.handle and send.handle.readers is None]
+        is_wanted = any(send.finished_s is None and send.handle and send.handle.readers for send in sends)
+        now = time.monotonic()
+        if not (idle and held and is_wanted):
+            self._blocked_since_s = math.inf
+            return
+        self._blocked_since_s = min(self._blocked_since_s, now)
+        if now > self._blocked_since_s + BLOCKED_S:
+            self._blocked_since_s = now
+            oldest = min(held, key=lambda send: send.finished_s or 0.0)
+            if oldest.handle is not None:
+                oldest.handle.abort("decode has reserved other requests, for which prefill needs its blocks")
 
     def _give_up(self, request_id: bytes) -> None:
         """End a request that this server will not send. vLLM gets its blocks when the end is reported. Decode may wait for one

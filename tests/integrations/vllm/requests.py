@@ -72,12 +72,12 @@ def num_waiting(core: Any) -> int:
     return sum(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in core.scheduler.requests.values())
 
 
-def wait_waiting(engine: Engine) -> None:
-    """Wait until a request of an engine waits for another server. Raises `TimeoutError`."""
+def wait_waiting(engine: Engine, count: int = 1) -> None:
+    """Wait until requests of an engine wait for another server. Raises `TimeoutError`."""
     until = time.monotonic() + 60
-    while not engine.run(num_waiting):
+    while engine.run(num_waiting) < count:
         if time.monotonic() > until:
-            raise TimeoutError("no request waits")
+            raise TimeoutError(f"expected {count} requests that wait, found {engine.run(num_waiting)}")
 
 
 def wait_for(engine: Engine, count: str, at_least: int) -> None:

@@ -257,6 +257,31 @@ def test_prefill_is_aborted_when_decode_may_have_all(pair: tuple[Engine, Engine]
     wait_empty(prefill, decode)
 
 
+def test_servers_that_wait_for_each_other(pair: tuple[Engine, Engine]) -> None:
+    """Both are full: prefill with requests that decode has no blocks for, and decode with reservations of requests that prefill
+    has no blocks for. Prefill ends a hand-over, which decode computes.
+    """
+    prefill, decode = pair
+    server = connect(prefill, decode, seed=58)
+    asked = prompts((1300,) * 4, seed=59)
+    expected = [decode.generate([prompt], max_tokens=4)[0] for prompt in asked]
+    decode.run(reset_cache)
+    held = prefill.generate(asked[:2], params=PREFILL)
+    computing, loading = ask_both(prefill, decode, asked[2:], server=server, max_tokens=4)
+    wait_waiting(decode, 2)
+    loading = [decode.add(prompt, params=one.params, max_tokens=4) for prompt, one in zip(asked, held, strict=False)] + loading
+    found = decode.wait(loading, timeout_s=60)
+    prefill.wait(computing)
+    check_equal(expected, found)
+    assert num_external(found).count(0) in (1, 2)
+    wait_empty(prefill, decode)
+
+
+def reset_cache(core: Any) -> None:
+    """In an engine's process: forget cached prefixes."""
+    assert core.scheduler.reset_prefix_cache()
+
+
 def test_parameters_of_mooncakes_proxies(pair: tuple[Engine, Engine]) -> None:
     """A name for the transfer, which is no number, and the name of prefill that its bootstrap server gives."""
     prefill, decode = pair
