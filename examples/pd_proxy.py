@@ -44,6 +44,7 @@ RETRY_AFTER_S = 0.5
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
+WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
 FIRST_RANK = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 Body = Mapping[str, Any]
 
@@ -476,6 +477,11 @@ class Proxy:
                 logger.warning("prefill server %s: %s", url, error)
                 failure = error
                 continue
+            except Refused as refused:
+                if refused.status in WITHOUT_KEY:
+                    raise
+                failure = refused
+                continue
             attempt = Attempt(prefill, decode, place, request.path, body, headers, 1 + secrets.randbelow(1 << 62))
             try:
                 return await self._ask_both(request, attempt)
@@ -496,14 +502,15 @@ class Proxy:
         is_taken = False
         try:
             await asyncio.wait({answering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
-            is_told = True
+            is_right = True
             if prefilling.done() and not answering.done():
-                answering, is_told = await self._check_prefill(request, attempt, asked, prefilling, answering)
+                answering, is_right = await self._check_prefill(request, attempt, asked, prefilling, answering)
             response = await answering
-            is_taken = is_told and prefilling.done()
+            is_taken = is_right and prefilling.done()
             return response
         finally:
-            is_refused = prefilling.done() and isinstance(prefilling.exception(), Refused)
+            has_ended = prefilling.done() and not prefilling.cancelled()
+            is_refused = has_ended and isinstance(prefilling.exception(), Refused)
             await end(prefilling)
             await end(answering)
             if not is_taken and not is_refused:

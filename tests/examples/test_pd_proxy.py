@@ -317,6 +317,20 @@ def test_prefill_that_hands_nothing_over() -> None:
     run(scenario, StandIn(nothing), StandIn(waits))
 
 
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_prefill_that_does_not_say_where_it_is(status: int) -> None:
+    """Without its key the client learns that. Otherwise decode answers alone."""
+
+    def refuse(_: Asked) -> Mapping[str, Any]:
+        raise {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound}[status]()
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == (401 if status == 401 else 200)
+        assert pair.decode.bodies() == ([] if status == 401 else [COMPLETION])
+
+    run(scenario, StandIn(prefills, place=refuse), StandIn(decodes))
+
+
 def test_replicas_take_turns() -> None:
     """Each has a place of its own, and a request goes to the one that decode is told."""
 
