@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,12 +213,15 @@ def test_both_servers_are_asked_at_once() -> None:
     async def scenario(pair: Pair) -> None:
         for number in (1, 2):
             waiting = asyncio.create_task(pair.post(COMPLETION))
-            await until(lambda number=number: len(pair.prefill.asked) == len(pair.decode.asked) == number)
+            await until(partial(both_are_asked, pair, number))
             goes_on.set()
             assert (await waiting)[0] == 200
             goes_on.clear()
         assert pair.prefill.num_located == 1
         assert given_up(pair) == []
+
+    def both_are_asked(pair: Pair, number: int) -> bool:
+        return len(pair.prefill.asked) == len(pair.decode.asked) == number
 
     goes_on = asyncio.Event()
 
@@ -322,7 +326,7 @@ def test_prefill_that_does_not_say_where_it_is(status: int) -> None:
     """Without its key the client learns that. Otherwise decode answers alone."""
 
     def refuse(_: Asked) -> Mapping[str, Any]:
-        raise {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound}[status]()
+        raise {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound}[status]
 
     async def scenario(pair: Pair) -> None:
         assert (await pair.post(COMPLETION))[0] == (401 if status == 401 else 200)
