@@ -316,7 +316,7 @@ class WorkerHalf:
         """
         handles = [send.handle for send in self._sends.values() if send.handle and send.handle.request_id == request_id]
         if not handles:
-            handles.append(self._running().sender(request_id, peer=None, deadline_s=None, tag=Send("", 0)))
+            handles.append(self._running().sender(request_id, peer=None, deadline_s=None, tag=_untracked))
         for handle in handles:
             handle.abort("prefill does not hand the request over, or the proxy has given it up")
 
@@ -458,6 +458,10 @@ def _from_group(group: GroupCoordinator, own: Any) -> list[Any]:
     found = [None] * group.world_size
     torch.distributed.all_gather_object(found, own, group=group.cpu_group)
     return found
+
+
+def _untracked() -> None:
+    """The tag of a transfer that nobody waits for."""
 
 
 def _check_prompt(receive: Receive, event: Event) -> None:
