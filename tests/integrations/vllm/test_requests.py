@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import select
+import signal
 import socket
 import threading
 import time
@@ -140,7 +140,6 @@ def test_the_state_arrives_before_prefill_has_drawn_a_token(pair: tuple[Engine, 
     prefill, decode = pair
     server = connect(prefill, decode, seed=36)
     (prompt,) = prompts((400,), seed=37)  # one step of prefill
-    expected = decode.generate([prompt], max_tokens=8)
     told = tmp_path / "draw"
     prefill.run(partial(hold_samples, told=told))
     (computing, *_), (loading,) = ask_both(prefill, decode, [prompt], server=server, max_tokens=8)
@@ -149,55 +148,51 @@ def test_the_state_arrives_before_prefill_has_drawn_a_token(pair: tuple[Engine, 
     told.touch()
     prefill.wait([computing])
     assert found.num_external == 399
-    check_equal(expected, [found])
+    check_equal(decode.generate([prompt], max_tokens=8), [found])
     wait_empty(prefill, decode)
 
 
-STEPS: list[tuple[bool, bool, bool]] = []
-
-
-def record_steps(_: object) -> None:
-    """In an engine's process: note of each step whether it computes nothing, waits for transfers, and reports loads."""
+def waits_of_steps(_: object) -> list[bool]:
+    """In an engine's process, while a load is open: which of four steps without tokens wait for it. The second one reports the
+    end of a transfer.
+    """
     waited: list[None] = []
 
     def poll() -> select.poll:
         waited.append(None)
         return select.poll()
 
-    half = get_kv_transfer_group().worker
-    results = half.results
+    half, found = get_kv_transfer_group().worker, []
+    half.results(idle=False)
     worker.select = SimpleNamespace(poll=poll, POLLIN=select.POLLIN)  # type: ignore[assignment, attr-defined]
-
-    def record(*, idle: bool) -> Any:
-        waited.clear()
-        found = results(idle=idle)
-        STEPS.append((idle, bool(waited), bool(found.finished_recving)))
-        return found
-
-    half.results = record
-
-
-def take_steps(_: object) -> list[tuple[bool, bool, bool]]:
-    """In an engine's process: the steps so far."""
-    found = STEPS.copy()
-    STEPS.clear()
+    try:
+        for number in range(4):
+            waited.clear()
+            if number == 1:
+                half._results.finished_sending.add("a transfer")
+            half.results(idle=True)
+            found.append(bool(waited))
+    finally:
+        worker.select = select  # type: ignore[attr-defined]
     return found
 
 
-def test_the_step_after_a_load_does_not_wait(pair: tuple[Engine, Engine]) -> None:
-    """With asynchronous scheduling vLLM takes the report of a load only after the next step."""
+def test_the_step_after_a_report_does_not_wait(pair: tuple[Engine, Engine]) -> None:
+    """With asynchronous scheduling, which the CPU does not have, vLLM takes the report of a step only after the next one."""
     prefill, decode = pair
     server = connect(prefill, decode, seed=48)
-    decode.run(record_steps)
-    for seed in (49, 50, 51):
-        (computing, *_), (loading,) = ask_both(prefill, decode, prompts((600,), seed=seed), server=server, max_tokens=4)
-        decode.wait([loading])
-        prefill.wait([computing])
-    steps = decode.run(take_steps)
-    assert any(waits for _, waits, _ in steps)  # while prefill computes
-    following = [after for (_, _, reports), after in itertools.pairwise(steps) if reports]
-    assert any(idle for idle, _, _ in following)
-    assert not any(waits for _, waits, _ in following)
+    (prompt,) = prompts((600,), seed=49)
+    prefill.signal(signal.SIGSTOP)
+    try:
+        (computing, *_), (loading,) = ask_both(prefill, decode, [prompt], server=server, max_tokens=4)
+        wait_waiting(decode)
+        waits = decode.run(waits_of_steps)
+    finally:
+        prefill.signal(signal.SIGCONT)
+    assert waits == [False, False, False, True]
+    (found,) = decode.wait([loading])
+    prefill.wait([computing])
+    check_equal(decode.generate([prompt], max_tokens=4), [found])
     wait_empty(prefill, decode)
 
 
@@ -274,7 +269,9 @@ def test_servers_that_wait_for_each_other(pair: tuple[Engine, Engine]) -> None:
     found = decode.wait(loading, timeout_s=60)
     prefill.wait(computing)
     check_equal(expected, found)
-    assert num_external(found).count(0) in (1, 2)
+    assert 0 in num_external(found)
+    for name in computing.values():  # of one that prefill has preempted, decode has taken nothing
+        prefill.add([0], params={"abort_request_id": name}, max_tokens=1)
     wait_empty(prefill, decode)
 
 
