@@ -40,10 +40,11 @@ class Send:
 
 @dataclass(eq=False)
 class Receive:
-    """A request that this worker loads."""
+    """A request that this worker loads, or that the server has ended meanwhile."""
 
     req_id: str
     num_tokens: int
     prompt: str
     handle: Receiver | None = None
+    is_aborted: bool = False
     begun_s: float = field(default_factory=time.monotonic)
