@@ -2,12 +2,12 @@
 
     python examples/pd_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
 
-It hands over requests for the paths in `ROUTES`; a decode server answers all others. A prefill server of vLLM is asked first,
-for one token, and its answer says where decode finds the request. SGLang computes nothing until decode has reserved memory, so
-it is asked at the same time as decode. A request that fails before the client has got a part of its answer is tried again, with
-a new id. vLLM's decode computes a prompt that it cannot get. An error of the request (4xx) goes to the client as the server
-answered it. A vLLM server that has prefilled a request which then fails, or whose client leaves, is told so, and need not keep
-its blocks. Requires aiohttp, which both servers require too.
+It hands over requests for the paths in `ROUTES`; a decode server answers all others. Both servers are asked at once, so that
+decode has read the request and reserved memory when prefill has computed it. Where decode finds a vLLM server's requests, the
+proxy asks that server once, with a prompt of one token. A request that fails before the client has got a part of its answer is
+tried again, with a new id. vLLM's decode computes a prompt that it cannot get. An error of the request (4xx) goes to the client
+as the server answered it. A vLLM server that prefills a request which then fails, or whose client leaves, is told so, and need
+not keep its blocks. Requires aiohttp, which both servers require too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +42,23 @@ NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "
 MAX_BODY_NBYTES = 64 << 20
 RETRY_AFTER_S = 0.5
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
+DP_RANK = "X-data-parallel-rank"
+"""The header by which vLLM takes a request to one of its data-parallel replicas."""
+WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
 FIRST_RANK = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 Body = Mapping[str, Any]
 
 
 class Failed(Exception):
     """A server cannot serve this request now."""
+
+
+class NotPrefilled(Exception):
+    """The prefill server has failed, or refused the request, while decode waited for it."""
+
+    def __init__(self, cause: ClientError | Failed | Refused) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Refused(Exception):
@@ -69,7 +80,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Route:
-    """A path whose requests are handed over between servers of these `pairs`, prefill first: both take the fields of a
+    """A path whose requests are handed over between servers of these `pairs` (prefill, decode): both take the fields of a
     hand-over there, and make the same tokens of a request. Prefill is asked with `fields`, and vLLM for 1 token by `limit`.
     """
 
@@ -106,11 +117,22 @@ class Server:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where decode finds the requests of one replica of a prefill server. `params` name it to vLLM, and `headers` take a
+    request to it.
+    """
+
+    params: Body
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Attempt:
-    """A request, the servers that it goes to, and the room in which they meet."""
+    """A request, the servers that it goes to, the place of prefill, and the room in which they meet."""
 
     prefill: Server
     decode: Server
+    place: Place
     path: str
     body: Body
     headers: Mapping[str, str]
@@ -128,6 +150,8 @@ class Client:
     def __init__(self, session: ClientSession) -> None:
         self._session = session
         self._known: dict[str, Server] = {}
+        self._places: dict[str, Iterator[Place]] = {}
+        self._giving_up: set[asyncio.Task[None]] = set()
 
     async def server(self, url: str, headers: Mapping[str, str]) -> Server:
         """Which kind of server there is at `url`: SGLang names its bootstrap port. vLLM has no such path, or names no port.
@@ -145,17 +169,50 @@ class Client:
         async with self.open("POST", server.url + path, headers=headers, json=body) as answer:
             return await read_json(answer)
 
-    async def give_up(self, attempt: Attempt) -> None:
-        """Tell vLLM that nobody takes the request that it prefills. It learns that with another one, of a single token."""
+    def give_up(self, attempt: Attempt) -> None:
+        """Tell vLLM that nobody takes the request that it prefills, and ask it again where it is before the next request."""
+        if not attempt.prefill.is_sglang:
+            self.forget(attempt.prefill)
+            task = asyncio.create_task(self._give_up(attempt))
+            self._giving_up.add(task)
+            task.add_done_callback(self._giving_up.discard)
+
+    async def _give_up(self, attempt: Attempt) -> None:
+        """VLLM learns that with another request, of a single token."""
         asked = {"prompt": [0], "kv_transfer_params": {"abort_request_id": attempt.transfer_id}, "max_tokens": 1}
         asked |= {key: attempt.body[key] for key in ("model",) if key in attempt.body}
         headers = {name: value for name, value in attempt.headers.items() if name == "Authorization"}
+        headers |= attempt.place.headers
         url = f"{attempt.prefill.url}/v1/completions"
         with suppress(ClientError, TimeoutError):
             async with self.open("POST", url, headers=headers, json=asked, timeout=GIVE_UP_TIMEOUT):
                 pass
 
-    async def instance(self, prefill: Server) -> dict[str, Any]:
+    async def place(self, prefill: Server, decode: Server, headers: Mapping[str, str]) -> Place:
+        """Where decode finds what a server prefills next. vLLM answers that to a prompt of one token, and is asked once."""
+        if prefill.is_sglang:
+            return Place({} if decode.is_sglang else await self._first_rank(prefill), {})
+        if prefill.url not in self._places:
+            first, count = await self._replica(prefill, headers, {})
+            ranks = [{DP_RANK: str(rank)} for rank in range(count)] if count > 1 else []
+            places = [(await self._replica(prefill, headers, rank))[0] for rank in ranks] or [first]
+            self._places[prefill.url] = itertools.cycle(places)
+        return next(self._places[prefill.url])
+
+    def forget(self, prefill: Server) -> None:
+        """Ask a server again where it is."""
+        self._places.pop(prefill.url, None)
+
+    async def _replica(self, prefill: Server, headers: Mapping[str, str], rank: Mapping[str, str]) -> tuple[Place, int]:
+        """The place of one of vLLM's replicas, and how many there are."""
+        asked = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+        found = (await self.ask(prefill, "/v1/completions", asked, {**headers, **rank})).get("kv_transfer_params") or {}
+        if not {"remote_engine_id", "remote_address"} <= found.keys():
+            raise Failed(f"{prefill.url} hands over nothing: expected a server with DisaggConnector")
+        params = {name: value for name, value in found.items() if name not in ("remote_replicas", "do_remote_decode")}
+        return Place(params, rank), found.get("remote_replicas", 1)
+
+    async def _first_rank(self, prefill: Server) -> dict[str, Any]:
         """Where vLLM finds an SGLang server's state: the control address of its first rank, which is also its name."""
         where = URL(prefill.url).with_port(prefill.bootstrap_port).with_path("/route")
         async with self.open("GET", str(where), params=FIRST_RANK) as answer:
@@ -171,7 +228,9 @@ class Client:
             async with self._session.request(method, url, **content) as answer:
                 yield answer
         except ClientError:
-            self._known.pop(str(URL(url).origin()), None)  # until it answers, no prefill server computes anything for it
+            origin = str(URL(url).origin())
+            self._known.pop(origin, None)  # until it answers, nobody computes anything for it
+            self._places.pop(origin, None)
             raise
 
 
@@ -223,27 +282,24 @@ def of_client(body: Body) -> dict[str, Any]:
 
 @dataclass
 class HandOver:
-    """One attempt: what decode is asked, what prefill is asked meanwhile (SGLang), and what it has answered (vLLM). It has
-    `begun` once the client gets decode's answer.
+    """What both servers are asked in one attempt. It has `begun` once the client gets decode's answer. SGLang's decode does not
+    know the log-probabilities of the first token, which prefill's answer has (`first`).
     """
 
+    prefill: dict[str, Any]
     decode: dict[str, Any]
-    prefill: dict[str, Any] | None = None
-    answer: dict[str, Any] | None = None
+    first: Awaitable[Body] | None = None
     begun: bool = False
 
 
-async def hand_over(client: Client, attempt: Attempt) -> HandOver:
-    """The request to decode, which finds the state of the prompt at prefill."""
+def hand_over(attempt: Attempt) -> HandOver:
+    """What to ask the servers."""
     prefill, decode, body, room = attempt.prefill, attempt.decode, attempt.body, attempt.room
-    route = ROUTES[attempt.path]
+    route, place = ROUTES[attempt.path], attempt.place.params
+    to_vllm = {"kv_transfer_params": {**place, "do_remote_prefill": True, "remote_request_id": attempt.transfer_id}}
     if prefill.is_sglang:
         where = {"bootstrap_host": URL(prefill.url).host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-        meanwhile = {**body, **where, **route.fields}
-        if decode.is_sglang:
-            return HandOver({**body, **where}, meanwhile)
-        found = {"do_remote_prefill": True, "remote_request_id": attempt.transfer_id, **await client.instance(prefill)}
-        return HandOver({**body, "kv_transfer_params": found}, meanwhile)
+        return HandOver({**body, **where, **route.fields}, {**body, **(where if decode.is_sglang else to_vllm)})
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
@@ -251,15 +307,24 @@ async def hand_over(client: Client, attempt: Attempt) -> HandOver:
         "remote_request_id": attempt.transfer_id,
         "first_token": decode.is_sglang,
     }
-    answer = await client.ask(prefill, attempt.path, asked, attempt.headers)
-    params = answer.get("kv_transfer_params")
     if not decode.is_sglang:
-        return HandOver({**body, "kv_transfer_params": params} if params else dict(body))
-    if not params:
-        raise Failed(f"{prefill.url} hands over nothing")
-    address = URL(params["remote_address"])
-    host = {"bootstrap_host": f"{params['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
-    return HandOver({**body, **host, "bootstrap_room": room}, answer=answer)
+        return HandOver(asked, {**body, **to_vllm})
+    address = URL(place["remote_address"])
+    host = {"bootstrap_host": f"{place['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
+    return HandOver(asked, {**body, **host, "bootstrap_room": room})
+
+
+def is_told(found: Body | None, told: Body) -> bool:
+    """Whether decode was told where prefill has the request, by prefill's answer: by which server and in which attempt."""
+    names = ("remote_engine_id", "remote_address", "remote_attempt")
+    return found is not None and all(found.get(name, 0) == told.get(name, 0) for name in names)
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancel a request that nobody waits for."""
+    task.cancel()
+    with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
+        await task
 
 
 def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> str:
@@ -288,18 +353,17 @@ def num_answers(body: Body) -> Iterator[Any]:
             yield params.get("n")
 
 
-def fill_in(event: dict[str, Any], answer: Body | None) -> bool:
-    """Give SGLang's first token the log-probabilities that vLLM's prefill has answered. Returns whether that is done."""
-    if answer is None:
-        return True
-    for choice, first in zip(event.get("choices", ()), answer["choices"], strict=False):
-        found, known = choice.get("logprobs"), first.get("logprobs")
-        if found and known:
-            for key in ("content", "token_logprobs", "top_logprobs"):
-                if found.get(key) and known.get(key):
-                    found[key][0] = known[key][0]
-            return True
-    return False
+async def fill_in(event: dict[str, Any], first: Awaitable[Body]) -> bool:
+    """Give SGLang's first token the log-probabilities in the answer of vLLM's prefill. Returns whether that is done."""
+    choices = [choice for choice in event.get("choices", ()) if choice.get("logprobs")]
+    if not choices:
+        return False
+    for choice, other in zip(choices, (await first)["choices"], strict=False):
+        found, known = choice["logprobs"], other.get("logprobs") or {}
+        for key in ("content", "token_logprobs", "top_logprobs"):
+            if found.get(key) and known.get(key):
+                found[key][0] = known[key][0]
+    return True
 
 
 def is_server_error(event: Body) -> bool:
@@ -309,20 +373,20 @@ def is_server_error(event: Body) -> bool:
     return bool(error) and not (isinstance(code, int) and 400 <= code < 500)
 
 
-async def read_events(answer: ClientResponse, known: Body | None) -> AsyncIterator[bytes]:
-    """The lines of a stream of events; the first part ends with the first event. `known` is as in `fill_in`.
+async def read_events(answer: ClientResponse, first: Awaitable[Body] | None) -> AsyncIterator[bytes]:
+    """The lines of a stream of events; the first part ends with the first event. `first` is as in `fill_in`.
 
     Raises `Failed` if the first event is an error of the server, or there is none.
     """
-    part, begun, filled = b"", False, known is None
+    part, begun, filled = b"", False, first is None
     async for line in read_lines(answer.content):
         data = line
         if line.startswith(b"data: {") and not (begun and filled):
             event = json.loads(line[6:])
             if not begun and is_server_error(event):
                 raise Failed(f"{answer.url}: {event['error']}")
-            if not filled:
-                filled = fill_in(event, known)
+            if not filled and first is not None:
+                filled = await fill_in(event, first)
                 data = b"data: " + json.dumps(event).encode() + b"\n"
         part += data
         begun = begun or line.startswith(b"data:")
@@ -408,64 +472,82 @@ class Proxy:
                 if reason := reason_against(prefill, decode, request.path, body):
                     failure = Refused.because(reason)
                     continue
-                attempt = Attempt(prefill, decode, request.path, body, headers, 1 + secrets.randbelow(1 << 62))
-                async with self._giving_up(attempt, unless=Refused):
-                    asked = await hand_over(self._client, attempt)
+                place = await self._client.place(prefill, decode, headers)
             except (ClientError, Failed) as error:
                 logger.warning("prefill server %s: %s", url, error)
                 failure = error
                 continue
             except Refused as refused:
-                if refused.status != web.HTTPNotFound.status_code:
+                if refused.status in WITHOUT_KEY:
                     raise
-                failure = refused  # it lacks the adapter, or the path
+                failure = refused
                 continue
-            async with self._giving_up(attempt):
-                return await self._decode(request, attempt, asked)
+            attempt = Attempt(prefill, decode, place, request.path, body, headers, 1 + secrets.randbelow(1 << 62))
+            try:
+                return await self._ask_both(request, attempt)
+            except NotPrefilled as error:
+                logger.warning("prefill server %s: %s", url, error)
+                failure = error.cause
         if decode.is_sglang:
             raise failure
-        return await self._answer(request, decode, headers, HandOver(dict(body)))
+        return await self._answer(request, decode, headers, HandOver({}, dict(body)))
 
-    @asynccontextmanager
-    async def _giving_up(self, attempt: Attempt, *, unless: type[Exception] | tuple[()] = ()) -> AsyncIterator[None]:
-        """Tell a vLLM server that prefills if the request fails, or its client leaves."""
-        try:
-            yield
-        except unless:
-            raise
-        except BaseException:
-            if not attempt.prefill.is_sglang:
-                await self._client.give_up(attempt)
-            raise
-
-    async def _decode(self, request: web.Request, attempt: Attempt, asked: HandOver) -> web.StreamResponse:
-        """Ask decode, and prefill meanwhile if it is SGLang."""
-        answering = asyncio.create_task(self._answer(request, attempt.decode, attempt.headers, asked))
-        try:
-            if asked.prefill is not None:
-                await self._prefill_meanwhile(answering, attempt, asked, asked.prefill)
-            return await answering
-        finally:
-            answering.cancel()
-            with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
-                await answering
-
-    async def _prefill_meanwhile(self, answering: asyncio.Task[Any], attempt: Attempt, asked: HandOver, body: Body) -> None:
-        """Let SGLang prefill while decode waits for it. VLLM's decode needs no telling that prefill has failed."""
-        prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, body, attempt.headers))
+    async def _ask_both(self, request: web.Request, attempt: Attempt) -> web.StreamResponse:
+        """Ask both servers at once. Raises `NotPrefilled` if another prefill server should be asked, or decode alone."""
+        asked, headers = hand_over(attempt), {**attempt.headers, **attempt.place.headers}
+        prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, asked.prefill, headers))
+        if attempt.decode.is_sglang and not attempt.prefill.is_sglang:
+            asked.first = prefilling
+        answering = self._answering(request, attempt, asked)
+        is_taken = False
         try:
             await asyncio.wait({answering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                try:
-                    await prefilling
-                except (ClientError, Failed, Refused) as error:
-                    if not asked.begun and (attempt.decode.is_sglang or isinstance(error, Refused)):
-                        raise
-                await asyncio.wait({answering})
+            is_right = True
+            if prefilling.done() and not answering.done():
+                answering, is_right = await self._check_prefill(request, attempt, asked, prefilling, answering)
+            response = await answering
+            is_taken = is_right and prefilling.done()
+            return response
         finally:
-            prefilling.cancel()
-            with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
-                await prefilling
+            has_ended = prefilling.done() and not prefilling.cancelled()
+            is_refused = has_ended and isinstance(prefilling.exception(), Refused)
+            await end(prefilling)
+            await end(answering)
+            if not is_taken and not is_refused:
+                self._client.give_up(attempt)
+
+    async def _check_prefill(
+        self,
+        request: web.Request,
+        attempt: Attempt,
+        asked: HandOver,
+        prefilling: asyncio.Task[Any],
+        answering: asyncio.Task[web.StreamResponse],
+    ) -> tuple[asyncio.Task[web.StreamResponse], bool]:
+        """Decode's answer once prefill has answered, and whether decode takes what prefill has. Decode is asked again if the
+        server is not where it was, or hands over another attempt or nothing. Raises `NotPrefilled` if prefill has failed.
+        """
+        if (error := prefilling.exception()) is not None:
+            if asked.begun:  # decode has what it needs, or computes it
+                return answering, True
+            is_final = isinstance(error, Refused) and error.status != web.HTTPNotFound.status_code  # it may lack the adapter
+            if is_final or not isinstance(error, ClientError | Failed | Refused):
+                raise error
+            raise NotPrefilled(error)
+        found = None if attempt.prefill.is_sglang else prefilling.result().get("kv_transfer_params")
+        if attempt.prefill.is_sglang or is_told(found, attempt.place.params):
+            return answering, True
+        if asked.begun:
+            return answering, False
+        if attempt.decode.is_sglang:
+            raise Failed(f"{attempt.prefill.url} hands over nothing, or is another server than before")
+        self._client.forget(attempt.prefill)
+        await end(answering)
+        asked.decode = {**attempt.body, "kv_transfer_params": found} if found else dict(attempt.body)
+        return self._answering(request, attempt, asked), True
+
+    def _answering(self, request: web.Request, attempt: Attempt, asked: HandOver) -> asyncio.Task[web.StreamResponse]:
+        return asyncio.create_task(self._answer(request, attempt.decode, attempt.headers, asked))
 
     async def _answer(
         self, request: web.Request, decode: Server, headers: Mapping[str, str], asked: HandOver
@@ -474,14 +556,14 @@ class Proxy:
         async with self._client.open("POST", decode.url + request.path, headers=headers, json=asked.decode) as answer:
             await check(answer)
             if answer.content_type == "text/event-stream":
-                events = read_events(answer, asked.answer)
+                events = read_events(answer, asked.first)
                 first = await anext(events)
                 asked.begun = True
                 return await send(request, answer, first, events)
             data = await answer.read()
-            if asked.answer is not None:
+            if asked.first is not None:
                 whole = json.loads(data)
-                fill_in(whole, asked.answer)
+                await fill_in(whole, asked.first)
                 data = json.dumps(whole).encode()
             return web.Response(status=answer.status, body=data, headers=passed_back(answer))
 

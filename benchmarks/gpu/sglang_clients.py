@@ -1,11 +1,12 @@
 """What clients of SGLang servers see, for `sglang_servers.py`.
 
-A client asks prefill and decode at once, and decode answers. All times start then.
+A client asks prefill and decode at once, and decode answers. All times start then, with the client's request.
 
 `tokens`: how many greedy answers are equal: those of both backends (`equal`), and those of one of them and of the undivided
 server. `rows`: milliseconds until decode's first token, medians, without other requests; all columns take turns. `floor_ms` is
-the first token of the undivided server, which moves nothing. `load`: requests per second of a number of clients, each with one
-request at a time, over all rounds, and the longest time between two tokens of a request.
+the first token of the undivided server, which moves nothing, and `*_second_ms` the time to the second token. `load`: requests
+per second of a number of clients, each with one request at a time, over all rounds, and the longest time between two tokens of
+a request. `clients` has the quantiles of each round. `undivided` are two servers there, one on each GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.gpu.sglang_load import ask_many
 from benchmarks.gpu.sglang_requests import ask
 from benchmarks.gpu.vllm_clients import Pair, Plan, attempt, count_equal, note
+from benchmarks.gpu.vllm_load import figures
 from benchmarks.gpu.vllm_requests import Reply, prompt_of
 
 NUM_COMPARED = 24
@@ -63,7 +65,8 @@ def measure_all(pairs: Sequence[Pair], alone: Pair | None, plan: Plan) -> Iterat
             rounds = []
             for turn in range(plan.rounds):
                 what = f"{tp} -> 1: load, {clients} clients, round {turn}"
-                rounds += [load(pair, clients, plan) for pair in chosen if pair.is_usable and not plan.is_over(what)]
+                asked = [*chosen, *([alone] if alone is not None and alone.other is not None else [])]
+                rounds += [load(pair, clients, plan) for pair in asked if pair.is_usable and not plan.is_over(what)]
             table["clients"] += rounds
             table["load"].append(load_of(rounds, clients, plan.load[0], tp))
             yield table
@@ -103,6 +106,7 @@ def row(chosen: Sequence[Pair], alone: Pair | None, length: int, plan: Plan) -> 
     if alone is not None:
         columns["floor_ms"] = (alone, partial(ask, alone, max_tokens=4))
     times: dict[str, list[float]] = {name: [] for name in columns}
+    second: dict[str, list[float]] = {name: [] for name in columns}
     rng, names, begun_s = random.Random(length), list(columns), time.monotonic()
     for turn in range(WARM_UP + plan.repeats):
         if turn >= WARM_UP + MIN_REPEATS and time.monotonic() > begun_s + ROW_S:
@@ -114,11 +118,13 @@ def row(chosen: Sequence[Pair], alone: Pair | None, length: int, plan: Plan) -> 
             reply = attempt(pair, plan, partial(act, prompt_of(rng, length)), f"{name}, {length} in")
             if reply is not None and turn >= WARM_UP:
                 times[name].append(reply.times_s[0] * 1e3)
+                second[name].append(reply.times_s[min(1, len(reply.times_s) - 1)] * 1e3)
     measured = {name: found for name, found in times.items() if found}
     return {
         "tokens": length,
         "tp": f"{chosen[0].tp} -> 1",
         **{name: round(statistics.median(found), 1) for name, found in measured.items()},
+        **{f"{name.removesuffix('_ms')}_second_ms": round(statistics.median(second[name]), 1) for name in measured},
         "count": min(map(len, measured.values()), default=0),
         "ranges": {name: [round(min(found), 1), round(max(found), 1)] for name, found in measured.items()},
     }
@@ -132,18 +138,13 @@ def load(pair: Pair, clients: int, plan: Plan) -> dict[str, Any]:
     begun_s = time.monotonic()
     replies = ask_many(pair, prompts, clients=clients, max_tokens=max_tokens, at_most_s=LOAD_S, on_failure=on_failure)
     elapsed_s = time.monotonic() - begun_s
-    first_s = sorted(reply.times_s[0] for reply in replies)
     return {
         **pair.label,
         "clients": clients,
         "tokens_in": length,
         "tokens_out": max_tokens,
-        "answered": len(replies),
         "elapsed_s": round(elapsed_s, 3),
-        "requests_per_s": round(len(replies) / elapsed_s, 2),
-        "first_token_ms_p50": round(statistics.median(first_s) * 1e3, 1) if first_s else None,
-        "first_token_ms_max": round(first_s[-1] * 1e3, 1) if first_s else None,
-        "gap_ms_max": max((reply.gap_ms_max for reply in replies), default=None),
+        **figures(replies, elapsed_s),
     }
 
 
@@ -153,5 +154,6 @@ def load_of(rounds: Sequence[Mapping[str, Any]], clients: int, length: int, tp: 
     for name in dict.fromkeys(each["pair"] for each in rounds):
         own = [each for each in rounds if each["pair"] == name]
         line[f"{name}_rps"] = round(sum(each["answered"] for each in own) / sum(each["elapsed_s"] for each in own), 2)
-        line[f"{name}_max_gap_ms"] = max((each["gap_ms_max"] for each in own if each["answered"]), default=None)
+        line[f"{name}_gap_p99_ms"] = max((each["gap_p99_ms"] for each in own if each["answered"]), default=None)
+        line[f"{name}_max_gap_ms"] = max((each["gap_max_ms"] for each in own if each["answered"]), default=None)
     return line

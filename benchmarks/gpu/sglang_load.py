@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import aiohttp
@@ -31,7 +32,7 @@ def ask_many(
     """
     until = time.monotonic() + at_most_s
     return run_clients(
-        partial(_ask, pair, max_tokens),
+        partial(_ask, pair, itertools.count(), max_tokens),
         prompts,
         clients=clients,
         patience_s=PATIENCE_S,
@@ -40,13 +41,19 @@ def ask_many(
     )
 
 
-async def _ask(pair: Pair, max_tokens: int, session: aiohttp.ClientSession, prompt: Sequence[int]) -> Reply:
-    assert pair.prefill is not None
+async def _ask(
+    pair: Pair, turns: Iterator[int], max_tokens: int, session: aiohttp.ClientSession, prompt: Sequence[int]
+) -> Reply:
+    """Undivided servers take turns."""
     place, reply = where(pair.prefill), Reply()
-    prefilled = asyncio.create_task(_compute(session, pair.prefill.url, body(prompt, place, max_tokens=1, stream=False)))
+    server = pair.other if pair.prefill is None and pair.other is not None and next(turns) % 2 else pair.decode
+    prefilling = (
+        [] if pair.prefill is None else [_compute(session, pair.prefill.url, body(prompt, place, max_tokens=1, stream=False))]
+    )
+    prefilled = asyncio.gather(*prefilling)
     try:
         request = body(prompt, place, max_tokens=max_tokens, stream=True)
-        async with session.post(f"{pair.decode.url}/generate", json=request) as answer:
+        async with session.post(f"{server.url}/generate", json=request) as answer:
             answer.raise_for_status()
             lines = [(time.monotonic(), line) async for line in answer.content]
         await prefilled

@@ -4,8 +4,8 @@
 
 Prefill and decode are servers of their own: prefill on the first GPU, with TP 2 on both, and decode on the second one, with
 CUDA graphs. The model has random weights, and the KV of a Llama with 8 billion parameters: 128 KiB per token. `disagg` is this
-library over `nvlink`, `nixl` is SGLang's backend, and `undivided` is one server that does everything. `sglang_clients.py`
-describes the figures. `--gpus 0` tries the program on the CPU with a small model.
+library over `nvlink`, `nixl` is SGLang's backend, and `undivided` is one server that does everything; under load two, one on
+each GPU. `sglang_clients.py` describes the figures. `--gpus 0` tries the program on the CPU with a small model.
 
 SGLang 0.5.16 is the last version for torch 2.11. It cannot hold back the pages of failed requests, so this measures speed only.
 A server that does not start is reported with the end of its log, and the other ones are measured. All servers are killed in the
@@ -62,7 +62,9 @@ GPU_OPTIONS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server to start. `mode` is `prefill`, `decode` or `null`. `staging`: with SGLang's buffers for unequal TP."""
+    """A server to start, on the first GPU (`place` 0) or the last one. `mode` is `prefill`, `decode` or `null`. `staging`: with
+    SGLang's buffers for unequal TP.
+    """
 
     name: str
     backend: str
@@ -70,6 +72,7 @@ class Wanted:
     tp: int = 1
     engine: str = ""
     staging: bool = False
+    place: int = 1
 
 
 def wanted(backends: tuple[str, ...], sizes: tuple[int, ...], engine: str, *, staging: bool) -> Iterator[Wanted]:
@@ -77,10 +80,11 @@ def wanted(backends: tuple[str, ...], sizes: tuple[int, ...], engine: str, *, st
     for backend in backends:
         if backend == "undivided":
             yield Wanted(backend, backend, "null")
+            yield Wanted(f"{backend} 0", backend, "null", place=0)
             continue
         staged = staging and backend == "nixl"
         for tp in sizes:
-            yield Wanted(f"{backend} prefill {tp}", backend, "prefill", tp, engine, staged)
+            yield Wanted(f"{backend} prefill {tp}", backend, "prefill", tp, engine, staged, place=0)
         yield Wanted(f"{backend} decode", backend, "decode", 1, engine, staged)
 
 
@@ -113,7 +117,7 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
     else:
         environ["SGLANG_PLUGINS"] = "none"
     if gpus:
-        first = 0 if one.mode == "prefill" else gpus - 1
+        first = one.place * (gpus - 1)
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + each) % gpus) for each in range(gpus))
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
         server = Server([*command, "--port", str(port), *GPU_OPTIONS, *options], port, {**GPU_ENVIRONMENT, **environ})
@@ -127,7 +131,7 @@ def pairs_of(ready: Mapping[str, Server], backends: tuple[str, ...], sizes: tupl
     """The complete pairs among the servers that have started, and the undivided server."""
     for backend in backends:
         if backend in ready:
-            yield Pair(backend, None, ready[backend])
+            yield Pair(backend, None, ready[backend], ready.get(f"{backend} 0"))
         for tp in sizes:
             if {f"{backend} prefill {tp}", f"{backend} decode"} <= ready.keys():
                 yield Pair(backend, ready[f"{backend} prefill {tp}"], ready[f"{backend} decode"], tp=tp)

@@ -1,4 +1,4 @@
-"""Several clients at once, for `vllm_clients.py` and `sglang_load.py`.
+"""Several clients at once, for `vllm_clients.py`, `vllm_client.py` and `sglang_load.py`, and what they saw.
 
 One event loop notes when each event arrives and reads its tokens later, so that the clients do not wait for each other.
 """
@@ -6,7 +6,9 @@ One event loop notes when each event arrives and reads its tokens later, so that
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -64,6 +66,30 @@ def run_clients(
 
     asyncio.run(run())
     return replies
+
+
+def figures(replies: Sequence[Reply], elapsed_s: float) -> dict[str, Any]:
+    """What clients saw: requests per second, and in milliseconds, from each request on, the times of the first token, of the
+    whole answer and between two tokens.
+    """
+    gaps_s = [late - early for reply in replies for early, late in itertools.pairwise(reply.times_s)]
+    first_s, whole_s = [reply.times_s[0] for reply in replies], [reply.times_s[-1] for reply in replies]
+    return {
+        "answered": len(replies),
+        "rps": round(len(replies) / elapsed_s, 2),
+        "first_p50_ms": quantile_ms(first_s, 0.5),
+        "first_p99_ms": quantile_ms(first_s, 0.99),
+        "whole_p50_ms": quantile_ms(whole_s, 0.5),
+        "whole_p99_ms": quantile_ms(whole_s, 0.99),
+        "gap_p99_ms": quantile_ms(gaps_s, 0.99),
+        "gap_max_ms": quantile_ms(gaps_s, 1.0),
+    }
+
+
+def quantile_ms(times_s: Sequence[float], share: float) -> float | None:
+    """The least time that this share of all does not exceed, in milliseconds."""
+    ordered = sorted(times_s)
+    return round(ordered[max(0, math.ceil(len(ordered) * share) - 1)] * 1e3, 1) if ordered else None
 
 
 async def _ask(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -33,11 +34,24 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         meaning("How long prefill keeps a request's blocks for decode that does not ask for them.", metavar="SECONDS"),
     ] = 60.0
     max_hold_s: Annotated[
-        Seconds, meaning("How long prefill keeps them in all while decode's queue still wants them.", metavar="SECONDS")
+        Seconds,
+        meaning(
+            "How long prefill keeps them in all while decode's queue still wants them, and how long decode keeps its own while "
+            "prefill has the request.",
+            metavar="SECONDS",
+        ),
     ] = 600.0
     load_timeout_s: Annotated[
-        Seconds, meaning("How long decode waits for a request's state before it computes it.", metavar="SECONDS")
+        Seconds,
+        meaning(
+            "How long decode waits for the state of a request that was prefilled, or that prefill has not got, before it "
+            "computes it.",
+            metavar="SECONDS",
+        ),
     ] = 30.0
+    bootstrap_port: Annotated[
+        int | None, meaning("Where the proxies of MooncakeConnector ask for this server's name.", metavar="PORT")
+    ] = None
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, engine_id: str) -> Options:
@@ -58,6 +72,7 @@ class Options(ServerConfig, frozen=True, kw_only=True):
             "listen": listen,
             "leader": leader,
             "metrics_port": metrics_port,
+            "limits": replace(self.limits, parked_reserve_s=min(self.limits.parked_reserve_s, self.load_timeout_s)),
             "admit": "any" if self.keys is None else "keys",
             "peer_keys": {**self.public_keys(), **{key: public_key(key, what="trusted_keys") for key in self.trusted_keys}},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 
 from disagg.protocol.messages import (
     Abort,
@@ -114,11 +115,13 @@ class Parked:
     def next_expiry(self) -> float:
         return next(iter(self._order.values()), NEVER)
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float) -> Iterator[tuple[PeerRank, Early]]:
+        """Take what has been parked for too long."""
         while self._order:
             (key, peer), expires = next(iter(self._order.items()))
             if now < expires:
                 return
+            yield peer, self._messages[key.request_id][peer, key]
             self.drop(peer, key)
 
 

@@ -278,6 +278,12 @@ class Sends:
             self._resend(session, peer, destination, now)
         self._settle(session)
 
+    def expire(self, now: float) -> None:
+        """Refuse reserves for which no sender was opened in time."""
+        for peer, message in list(self.parked.expire(now)):
+            if isinstance(message, Reserve):
+                self._refuse(peer, message, f"nobody has sent the request within {self._limits.parked_reserve_s:g} s")
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _claim(self, peer: PeerRank, key: RequestKey, now: float) -> Tombstone | None:

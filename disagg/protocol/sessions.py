@@ -161,7 +161,7 @@ class Sessions:
                 assert isinstance(session, SendSession)
                 self.sends.tick(session, now)
             self._timers.arm(session)
-        self.sends.parked.expire(now)
+        self.sends.expire(now)
         self.borrower.tick(now)
 
     def flush(self) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,6 +48,9 @@ class StandIn:
 
     respond: Respond
     info: web.Response | None = None
+    place: Mapping[str, Any] | Callable[[Asked], Mapping[str, Any]] | None = field(default_factory=lambda: WHERE)
+    """What it answers to a prompt of one token that it should hand over."""
+    num_located: int = 0
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
     num_cut: int = 0
@@ -56,6 +60,10 @@ class StandIn:
         if request.path == "/server_info":
             return web.json_response({"detail": "Not Found"}, status=404) if self.info is None else copy_of(self.info)
         asked = Asked(request.method, request.raw_path, request.headers.copy(), await request.read())
+        if b'"prompt": [0]' in asked.data and "do_remote_decode" in asked.body["kv_transfer_params"]:
+            self.num_located += 1
+            place = self.place(asked) if callable(self.place) else self.place
+            return web.json_response({"choices": [], "kv_transfer_params": place})
         self.asked.append(asked)
         try:
             return await self.respond(request, asked)
@@ -89,6 +97,12 @@ async def prefills(_: web.Request, asked: Asked) -> web.StreamResponse:
 
 
 decodes = says(200, {"choices": [{"text": "decoded"}]})
+
+
+async def waits(request: web.Request, asked: Asked) -> web.StreamResponse:
+    """Decode that waits for prefill, in vain, and answers alone."""
+    is_alone = asked.body.keys().isdisjoint(("kv_transfer_params", "bootstrap_room"))
+    return await (decodes if is_alone else hangs)(request, asked)
 
 
 async def streams(request: web.Request, _: Asked) -> web.StreamResponse:
@@ -145,6 +159,12 @@ async def serve(stack: AsyncExitStack, application: web.Application) -> int:
     return int(runner.addresses[0][1])
 
 
+def given_up(pair: Pair) -> list[str]:
+    """The transfers that prefill was told to give up."""
+    found = (body["kv_transfer_params"].get("abort_request_id") for body in pair.prefill.bodies())
+    return [name for name in found if name]
+
+
 @asynccontextmanager
 async def started(
     prefill: StandIn, decode: StandIn, *, retry_s: float = 0.0, others: Sequence[str] = ()
@@ -187,6 +207,154 @@ def test_vllm_in_dev_mode_is_no_sglang() -> None:
     run(scenario, StandIn(prefills, info=DEV_MODE), StandIn(decodes, info=DEV_MODE))
 
 
+def test_both_servers_are_asked_at_once() -> None:
+    """Neither waits for the other one's answer. Where prefill is, the proxy asks once."""
+
+    async def scenario(pair: Pair) -> None:
+        for number in (1, 2):
+            waiting = asyncio.create_task(pair.post(COMPLETION))
+            await until(partial(both_are_asked, pair, number))
+            goes_on.set()
+            assert (await waiting)[0] == 200
+            goes_on.clear()
+        assert pair.prefill.num_located == 1
+        assert given_up(pair) == []
+
+    def both_are_asked(pair: Pair, number: int) -> bool:
+        return len(pair.prefill.asked) == len(pair.decode.asked) == number
+
+    goes_on = asyncio.Event()
+
+    def later(respond: Respond) -> Respond:
+        async def wait(request: web.Request, asked: Asked) -> web.StreamResponse:
+            await goes_on.wait()
+            return await respond(request, asked)
+
+        return wait
+
+    async def last(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(0.05)
+        return await decodes(request, asked)
+
+    run(scenario, StandIn(later(prefills)), StandIn(later(last)))
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_prefill_server_that_is_not_where_it_was(has_begun: bool) -> None:
+    """Its answer says where it is now. Decode is asked again, unless it answers already: then prefill is told to give up."""
+    prefill_may_answer = asyncio.Event()
+
+    async def moved(_: web.Request, asked: Asked) -> web.StreamResponse:
+        params = asked.body["kv_transfer_params"]
+        if "abort_request_id" not in params:
+            await prefill_may_answer.wait()
+        return web.json_response({"kv_transfer_params": {**there, "remote_request_id": params.get("remote_request_id")}})
+
+    async def loads(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.body["kv_transfer_params"]["remote_engine_id"] == there["remote_engine_id"]:
+            return await decodes(request, asked)
+        if not has_begun:
+            await hangs(request, asked)
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"text": "computed"}]}\n\n')
+        await until(lambda: bool(prefill.asked))
+        prefill_may_answer.set()
+        await asyncio.sleep(0.05)
+        return response
+
+    async def scenario(pair: Pair) -> None:
+        if not has_begun:
+            prefill_may_answer.set()
+        status, text, _ = await pair.post(COMPLETION)
+        assert status == 200
+        assert ("computed" if has_begun else "decoded") in text
+        assert len(pair.decode.asked) == (1 if has_begun else 2)
+        if has_begun:
+            await until(lambda: given_up(pair) == [pair.prefill.bodies()[0]["kv_transfer_params"]["remote_request_id"]])
+        else:
+            assert pair.decode.num_cut == 1
+            assert given_up(pair) == []
+        pair.prefill.place = there
+        assert (await pair.post(COMPLETION))[0] == 200
+        assert pair.decode.bodies()[-1]["kv_transfer_params"]["remote_engine_id"] == there["remote_engine_id"]
+        assert len(pair.decode.asked) == (2 if has_begun else 3)
+
+    there = {"remote_engine_id": "other", "remote_address": "tcp://127.0.0.1:7001"}
+    prefill = StandIn(moved)
+    run(scenario, prefill, StandIn(loads))
+
+
+def test_a_preempted_attempt_is_taken_as_prefill_says() -> None:
+    """Decode waits for attempt 0, which has ended."""
+
+    async def again(_: web.Request, asked: Asked) -> web.StreamResponse:
+        found = {**WHERE, "remote_request_id": asked.body["kv_transfer_params"]["remote_request_id"], "remote_attempt": 2}
+        return web.json_response({"kv_transfer_params": found})
+
+    async def loads(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return await (decodes if asked.body["kv_transfer_params"].get("remote_attempt") == 2 else hangs)(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == 200
+        assert len(pair.prefill.asked) == 1
+
+    run(scenario, StandIn(again), StandIn(loads))
+
+
+def test_prefill_that_hands_nothing_over() -> None:
+    """Decode computes it: a server without the connector is not asked to prefill, and one that cannot is asked once."""
+    nothing = says(200, {"choices": [], "kv_transfer_params": None})
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == 200
+        assert pair.decode.bodies()[-1] == COMPLETION
+        assert len(pair.prefill.asked) == 1
+        pair.prefill.place = None
+        pair.prefill.respond = says(500, {})
+        for _ in range(2):
+            assert (await pair.post(COMPLETION))[0] == 200
+        asked = len(pair.prefill.asked)
+        assert (await pair.post(COMPLETION))[0] == 200
+        assert len(pair.prefill.asked) == asked
+
+    run(scenario, StandIn(nothing), StandIn(waits))
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_prefill_that_does_not_say_where_it_is(status: int) -> None:
+    """Without its key the client learns that. Otherwise decode answers alone."""
+
+    def refuse(_: Asked) -> Mapping[str, Any]:
+        raise {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound}[status]
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == (401 if status == 401 else 200)
+        assert pair.decode.bodies() == ([] if status == 401 else [COMPLETION])
+
+    run(scenario, StandIn(prefills, place=refuse), StandIn(decodes))
+
+
+def test_replicas_take_turns() -> None:
+    """Each has a place of its own, and a request goes to the one that decode is told."""
+
+    async def scenario(pair: Pair) -> None:
+        for _ in range(4):
+            assert (await pair.post(COMPLETION))[0] == 200
+        told = [body["kv_transfer_params"]["remote_engine_id"] for body in pair.decode.bodies()]
+        assert told == ["engine_0", "engine_1", "engine_0", "engine_1"]
+        assert [asked.headers["X-data-parallel-rank"] for asked in pair.prefill.asked] == ["0", "1", "0", "1"]
+
+    async def replica(_: web.Request, asked: Asked) -> web.StreamResponse:
+        place = place_of(asked)
+        return web.json_response({"kv_transfer_params": {**place, "remote_request_id": "ab"}})
+
+    def place_of(asked: Asked) -> dict[str, Any]:
+        return {**WHERE, "remote_engine_id": f"engine_{asked.headers.get('X-data-parallel-rank', 1)}", "remote_replicas": 2}
+
+    run(scenario, StandIn(replica, place=place_of), StandIn(decodes))
+
+
 def test_a_server_that_wants_a_key_gets_the_clients() -> None:
     """SGLang guards `/server_info` too."""
     guarded = StandIn(decodes, info=web.Response(status=401, body=b'{"error": "Unauthorized"}'))
@@ -217,7 +385,7 @@ def test_an_error_of_the_request_is_for_the_client(side: str, status: int) -> No
     """Status, body and headers are the server's."""
     error = {"error": {"message": "no", "code": status}, "detail": ["ü"]}
     headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "X-Request-Id": "1"}
-    refusing, other = StandIn(says(status, error, headers)), StandIn(prefills if side == "decode" else decodes)
+    refusing, other = StandIn(says(status, error, headers)), StandIn(prefills if side == "decode" else waits)
 
     async def scenario(pair: Pair) -> None:
         found, text, got = await pair.post(COMPLETION)
@@ -225,8 +393,10 @@ def test_an_error_of_the_request_is_for_the_client(side: str, status: int) -> No
         assert {name: got[name] for name in headers} == headers
         assert got["Content-Type"] == "application/json; charset=utf-8"
         assert len(refusing.asked) == 1  # it is not asked again, nor told to give up
-        gave_up = [body for body in other.bodies() if "abort_request_id" in body["kv_transfer_params"]]
-        assert len(gave_up) == (side == "decode")  # prefill need not keep the blocks
+        if side == "decode":
+            await until(lambda: len(given_up(pair)) == 1)  # prefill need not keep the blocks
+        else:
+            await until(lambda: pair.decode.num_cut == len(pair.decode.asked))
 
     run(scenario, *((refusing, other) if side == "prefill" else (other, refusing)))
 
@@ -236,12 +406,13 @@ def test_decode_answers_alone_for_an_adapter_that_only_it_has() -> None:
 
     async def scenario(pair: Pair) -> None:
         assert (await pair.post({**COMPLETION, "model": "adapter"}))[0] == 200
-        assert pair.decode.bodies() == [{**COMPLETION, "model": "adapter"}]
+        assert pair.decode.bodies()[1:] == [{**COMPLETION, "model": "adapter"}]
+        await until(lambda: pair.decode.num_cut == 1)  # it does not wait for prefill any more
         pair.decode.respond = says(404, unknown)
         status, text, _ = await pair.post({**COMPLETION, "model": "nobody's"})
         assert (status, json.loads(text)) == (404, unknown)
 
-    run(scenario, StandIn(says(404, unknown)), StandIn(decodes))
+    run(scenario, StandIn(says(404, unknown)), StandIn(waits))
 
 
 @pytest.mark.parametrize("prefill", [StandIn(prefills), sglang(decodes)], ids=["vllm", "sglang"])
@@ -277,9 +448,12 @@ def test_sglang_prefill_refuses_while_vllm_decode_waits(status: int) -> None:
 def test_decode_computes_what_prefill_cannot(respond: Respond) -> None:
     async def scenario(pair: Pair) -> None:
         assert (await pair.post(COMPLETION))[0] == 200
-        assert pair.decode.bodies() == [COMPLETION]
+        assert pair.decode.bodies()[1:] == [COMPLETION]
+        await until(lambda: pair.decode.num_cut == 1)
+        names = [body["kv_transfer_params"].get("remote_request_id") for body in pair.prefill.bodies()]
+        await until(lambda: given_up(pair) == names[:1])  # decode hears it from prefill too
 
-    run(scenario, StandIn(respond), StandIn(decodes))
+    run(scenario, StandIn(respond), StandIn(waits))
 
 
 def test_a_failing_decode_server_gives_503() -> None:

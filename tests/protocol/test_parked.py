@@ -120,8 +120,12 @@ def test_parked_reserves_expire_and_set_the_next_tick() -> None:
     assert sessions.next_tick() == 6.0
     sessions.tick(5.9)
     assert len(sessions.sends.parked) == 2
+    assert take_messages(sessions) == []
     sessions.tick(6.0)
     assert len(sessions.sends.parked) == 1
+    reason = "nobody has sent the request within 5 s"
+    refused = Abort(**ids(KEY), reason=reason, from_writer=True), Drained(**ids(KEY), reason=reason)
+    assert take_messages(sessions) == [(D0, answer) for answer in refused]  # the receiver need not wait any longer
     sessions.tick(7.0)
     assert len(sessions.sends.parked) == 0
     assert sessions.sends.parked._messages == {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,34 +23,68 @@ BlockIds = tuple[list[int], ...]
 """vLLM's block ids of a request, for each KV cache group, from the request's first block on."""
 
 
-class HandOff(msgspec.Struct, frozen=True, kw_only=True):
-    """Where decode finds a prefilled request: `kv_transfer_params` in prefill's answer and in the request to decode.
-
-    `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of prompt tokens
-    whose state prefill hands over; without it all but the last one. `remote_prompt` is their `prompt_digest`, without the last
-    one of the prompt: vLLM gives the parameters of one prompt to every request of a list of prompts. Prefill keeps sliding
-    windows from a multiple of `remote_window_page` tokens on.
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that prefills, as `kv_transfer_params` name it. It keeps sliding windows from a multiple of
+    `remote_window_page` tokens on.
     """
 
     remote_engine_id: str
     remote_address: str
-    remote_request_id: str
     remote_public_key: str | None = None
-    remote_num_tokens: int | None = None
-    remote_attempt: int = 0
-    remote_prompt: str = ""
     remote_window_page: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     @classmethod
+    def parse(cls, name: str) -> Place:
+        """The place that `str` has written. Raises `ValueError` for another text."""
+        engine_id, at, rest = name.rpartition("@tcp://")
+        where = urlsplit(f"tcp://{rest}")
+        if not at:
+            raise ValueError(f"remote_engine_id: expected NAME@tcp://HOST:PORT, found {name!r:.300}")
+        given = dict(parse_qsl(where.query))
+        return cls(
+            remote_engine_id=engine_id,
+            remote_address=f"tcp://{where.netloc}",
+            remote_public_key=given.get("key"),
+            remote_window_page=int(given.get("window_page", 1)),
+        )
+
+    def __str__(self) -> str:
+        """The place as one text, which is the `engine_id` of `Bootstrap`."""
+        given = {"key": self.remote_public_key} if self.remote_public_key else {}
+        pages = {"window_page": self.remote_window_page} if self.remote_window_page > 1 else {}
+        query = urlencode({**given, **pages})
+        return f"{self.remote_engine_id}@{self.remote_address}{f'?{query}' if query else ''}"
+
+
+class HandOff(Place, frozen=True, kw_only=True):
+    """Where decode finds a prefilled request: `kv_transfer_params` in prefill's answer and in the request to decode.
+
+    `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of prompt tokens
+    whose state prefill hands over. Without it prefill is asked at the same time, and will hand over all but the last one.
+    `remote_prompt` is their `prompt_digest`, without the last one of the prompt: vLLM gives the parameters of one prompt to
+    every request of a list of prompts.
+    """
+
+    remote_request_id: str
+    remote_num_tokens: int | None = None
+    remote_attempt: int = 0
+    remote_prompt: str = ""
+
+    @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
-        """The hand-off in a request's `kv_transfer_params`; `None` if there is none.
+        """The hand-off in a request's `kv_transfer_params`, also those of MooncakeConnector's proxies; `None` if there is none.
 
         Integers may be floats, as proxies have them whose parameters were a protobuf `Struct`. Raises `msgspec.ValidationError`
         or `ValueError` if it is not complete.
         """
         if params is None or not cls.is_in(params):
             return None
-        hand_off = msgspec.convert(dict(params), cls, strict=False)
+        found = dict(params)
+        if "remote_bootstrap_addr" in found:
+            found |= msgspec.structs.asdict(Place.parse(str(found.get("remote_engine_id"))))
+            if request_id := transfer_id(found):
+                found["remote_request_id"] = request_id.hex()
+        hand_off = msgspec.convert(found, cls, strict=False)
         bytes.fromhex(hand_off.remote_request_id)
         return hand_off
 
@@ -64,6 +100,19 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     def params(self) -> dict[str, Any]:
         """As `kv_transfer_params` of the request to decode."""
         return {"do_remote_prefill": True, "do_remote_decode": False, **msgspec.structs.asdict(self)}
+
+
+def transfer_id(params: Mapping[str, Any]) -> bytes | None:
+    """The id that a proxy has given to a transfer, in its `kv_transfer_params`; `None` if it has given none.
+
+    `remote_request_id` are hexadecimal digits, and the `transfer_id` of MooncakeConnector's proxies is any text. Raises
+    `ValueError` for one that cannot be.
+    """
+    if given := params.get("remote_request_id"):
+        return bytes.fromhex(given)
+    if given := params.get("transfer_id"):
+        return hashlib.blake2b(str(given).encode(), digest_size=16).digest()
+    return None
 
 
 @dataclass(frozen=True)
@@ -83,6 +132,15 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Opening:
+    """A request that will be sent: decode may wait for it already."""
+
+    req_id: str
+    request_id: bytes
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Send the tokens `[start, stop)`, which this step computes. `blocks` begin with the one that has token `start`."""
 
@@ -96,7 +154,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Finish:
-    """Send what exists only at the end of a prefill, and end the request with a `Payload`."""
+    """Send what exists only at the end of a prefill, and then a `Payload`."""
 
     req_id: str
     request_id: bytes
@@ -110,14 +168,16 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, once a step.
 
     `wanted` are transfers that requests in the queue still need. `aborts` are requests that the server has ended, `given_up`
-    ids of transfers that the proxy has ended.
+    ids of transfers that will not be. Of the requests in `held` vLLM keeps the blocks until they have been sent.
     """
 
     loads: list[Load] = field(default_factory=list)
     declines: list[HandOff] = field(default_factory=list)
     wanted: list[HandOff] = field(default_factory=list)
+    openings: list[Opening] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     given_up: list[bytes] = field(default_factory=list)
     idle: bool = False

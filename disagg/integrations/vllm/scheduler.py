@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import msgspec
 import vllm
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -25,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from disagg.core.rows import TokenRange
 from disagg.integrations.handoff import OTHER_PROMPT, Payload
 from disagg.integrations.options import Options
+from disagg.integrations.vllm.bootstrap import Bootstrap
 from disagg.integrations.vllm.groups import Group, num_handed_over, read_groups
 from disagg.integrations.vllm.metadata import (
     BlockIds,
@@ -32,9 +34,12 @@ from disagg.integrations.vllm.metadata import (
     Finish,
     HandOff,
     Load,
+    Opening,
+    Place,
     RankAddress,
     StepMetadata,
     WorkerReport,
+    transfer_id,
 )
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
@@ -69,15 +74,18 @@ def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
 @dataclass
 class Prefill:
     """A request that this server computes for another: its first `num_tokens` tokens, of which `num_sent` have been passed to
-    the workers. With `first_token` decode starts from the token that this server draws after them.
+    the workers. With `first_token` decode starts from the token that this server draws after them. `is_ended`: the workers
+    have all that decode gets.
     """
 
     request: Request
     request_id: bytes
     num_tokens: int
     first_token: bool = False
+    prompt: str = ""
     attempt: int = 0
     num_sent: int = 0
+    is_ended: bool = False
     is_given_up: bool = False
 
 
@@ -85,12 +93,14 @@ class SchedulerHalf:
     """The scheduler half. Lives in the process of vLLM's EngineCore, and has no connection of its own."""
 
     def __init__(self, config: VllmConfig, kv: KVCacheConfig, options: Options) -> None:
+        self._config, self._options = config, options
         self._queue = Queue(options.hold_s)
         self._groups = read_groups(kv)
         self._exact = not all(group.is_incremental for group in self._groups)
         self._window_page = math.gcd(*(group.block_size for group in self._groups if group.window is not None)) or 1
         self._prompts = Prompts()
         self._leader: RankAddress | None = None
+        self._bootstrap: Bootstrap | None = None
         self._manager: KVCacheManager | None = None
         self._num_cached: dict[int, dict[str, int]] = {}
         """How many blocks of each request vLLM counts as cached, for each group of windows."""
@@ -104,6 +114,8 @@ class SchedulerHalf:
         """Requests with the hand-off of another prompt."""
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
+        self._sent: dict[str, list[Any]] = {}
+        """The blocks of each request whose `Finish` the workers have, until they report that it has been sent."""
 
     def bind(self, manager: KVCacheManager) -> None:
         """VLLM's manager of blocks, which is built after this. Raises `AttributeError` if it counts cached blocks otherwise."""
@@ -113,8 +125,24 @@ class SchedulerHalf:
                 self._num_cached[group.index] = manager.coordinator.single_type_managers[group.index].num_cached_block
 
     def set_ranks(self, ranks: Mapping[tuple[int, int], RankAddress]) -> None:
-        """The addresses that the workers reported."""
+        """The addresses that the workers reported. Raises `ConfigError` if the bootstrap server cannot listen."""
         self._leader = next(iter(ranks.values()), None)
+        if self._leader is not None and self._options.bootstrap_port and self._bootstrap is None:
+            self._bootstrap = Bootstrap.start(self._config.parallel_config, self._options, str(self._place(self._leader)))
+
+    def close(self) -> None:
+        """End the bootstrap server."""
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+
+    def _place(self, leader: RankAddress) -> Place:
+        """Where decode finds what this server prefills."""
+        return Place(
+            remote_engine_id=leader.engine_id,
+            remote_address=leader.address,
+            remote_public_key=leader.public_key,
+            remote_window_page=self._window_page,
+        )
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
@@ -130,21 +158,36 @@ class SchedulerHalf:
             self._give_up(bytes.fromhex(params["abort_request_id"]))
             return
         self._queue.add(request)
-        first_token = bool(params.get("first_token"))
-        num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
-        if not params.get("do_remote_decode") or num_tokens == 0:
+        if not params.get("do_remote_decode"):
             return
+        given = transfer_id(params)
+        if given is not None and not self._is_new(given):
+            return  # one more answer to the same prompt
+        prefill = self._begin(request, given or new_request_id(), first_token=bool(params.get("first_token")))
+        if prefill is None:
+            if given is not None:  # decode may wait for it
+                self._step.given_up.append(given)
+            return
+        request.max_tokens = 1
+        self._prefills[request.request_id] = prefill
+        self._step.openings.append(Opening(request.request_id, prefill.request_id, prefill.attempt))
+
+    def _is_new(self, request_id: bytes) -> bool:
+        return all(prefill.request_id != request_id for prefill in self._prefills.values())
+
+    def _begin(self, request: Request, request_id: bytes, *, first_token: bool) -> Prefill | None:
+        """A request that can be handed over, cut to what is; `None` for another one."""
+        num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
+        if num_tokens == 0:
+            return None
         self._prompts.is_known(request)  # begins to read its adapter
         if self._exact and not first_token:
             if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
-                return
+                return None
             request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
             del request._all_token_ids[num_tokens:]
             request.num_prompt_tokens = num_tokens
-        request.max_tokens = 1
-        given = params.get("remote_request_id")
-        request_id = bytes.fromhex(given) if given else new_request_id()
-        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens, first_token)
+        return Prefill(request, request_id, num_tokens, first_token)
 
     def _give_up(self, request_id: bytes) -> None:
         """End a request that the proxy hands over to nobody, whether or not it has been computed.
@@ -164,12 +207,15 @@ class SchedulerHalf:
         sends_chunks = any(group.is_incremental for group in self._groups)
         for req_id, num_computed in _computed(output):
             prefill = self._prefills.get(req_id)
-            if prefill is None:
+            if prefill is None or prefill.is_ended:
                 continue
             if prefill.attempt != prefill.request.num_preemptions:  # it has lost its blocks, and starts again
                 prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
+            num_done = num_computed + output.num_scheduled_tokens[req_id]
             if sends_chunks:
-                self._add_chunk(step, prefill, num_computed + output.num_scheduled_tokens[req_id])
+                self._add_chunk(step, prefill, num_done)
+            if num_done >= prefill.num_tokens and not prefill.first_token and self._prompts.is_known(prefill.request):
+                self._end_early(step, prefill)
         return step
 
     def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
@@ -181,6 +227,27 @@ class SchedulerHalf:
             chosen = tuple(group.covering(blocks[group.index], start, stop) for group in self._groups)
             step.chunks.append(Chunk(prefill.request.request_id, prefill.request_id, prefill.attempt, chosen, start, stop))
             prefill.num_sent = stop
+
+    def _end_early(self, step: StepMetadata, prefill: Prefill) -> None:
+        """Send the end of a request with the step that computes it: decode need not wait until vLLM has drawn a token and
+        begins another step. Its blocks are held, since vLLM may still preempt or abort it.
+        """
+        assert self._manager is not None
+        req_id = prefill.request.request_id
+        self._sent[req_id] = self._touch(req_id)
+        step.finishes.append(self._finish(prefill, self._manager.get_block_ids(req_id)))
+
+    def _finish(self, prefill: Prefill, blocks: BlockIds) -> Finish:
+        """What decode gets last of a request."""
+        request, prefill.is_ended = prefill.request, True
+        first_token = request.output_token_ids[0] if prefill.first_token else None
+        whole = self._prompts.digest(request, prefill.num_tokens)
+        prompt = self._prompts.digest(request, prefill.num_tokens - 1) if prefill.first_token else whole
+        payload = Payload(
+            engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token, prompt=prompt, whole_prompt=whole
+        )
+        prefill.prompt = prompt
+        return Finish(request.request_id, prefill.request_id, prefill.attempt, blocks, payload.encode())
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
@@ -194,33 +261,38 @@ class SchedulerHalf:
             self._step.aborts.append(req_id)
         prefill = self._prefills.pop(req_id, None)
         if prefill is None:
-            return False, None
+            return False, self._params_of_one_token(request)
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not computed or prefill.is_given_up or self._leader is None or prefill.attempt != request.num_preemptions:
+        is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))
+        if computed and not is_whole:
+            logger.warning("request %s: it is not handed over: it was preempted, or its adapter is still being read", req_id)
+        if not computed or not is_whole or prefill.is_given_up or self._leader is None:
             self._step.aborts.append(req_id)
-            return False, None
-        if not self._prompts.is_known(request):
-            logger.warning("request %s: it is not handed over, since its adapter is still being read", req_id)
-            self._step.aborts.append(req_id)
-            return False, None
-        first_token = request.output_token_ids[0] if prefill.first_token else None
-        whole = self._prompts.digest(request, prefill.num_tokens)
-        prompt = self._prompts.digest(request, prefill.num_tokens - 1) if prefill.first_token else whole
-        payload = Payload(
-            engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token, prompt=prompt, whole_prompt=whole
-        )
-        self._step.finishes.append(Finish(req_id, prefill.request_id, prefill.attempt, blocks, payload.encode()))
+            if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring
+                self._step.held.append(req_id)
+            return prefill.is_ended, None
+        if not prefill.is_ended:
+            self._step.finishes.append(self._finish(prefill, blocks))
+        self._step.held.append(req_id)
         hand_off = HandOff(
-            remote_engine_id=self._leader.engine_id,
-            remote_address=self._leader.address,
-            remote_public_key=self._leader.public_key,
+            **msgspec.structs.asdict(self._place(self._leader)),
             remote_request_id=prefill.request_id.hex(),
             remote_num_tokens=prefill.num_tokens,
             remote_attempt=prefill.attempt,
-            remote_prompt=prompt,
-            remote_window_page=self._window_page,
+            remote_prompt=prefill.prompt,
         )
         return True, hand_off.params()
+
+    def _params_of_one_token(self, request: Request) -> dict[str, Any] | None:
+        """The answer to a prompt of one token, of which nothing is handed over: where decode finds this server's requests, and
+        how many replicas the server has. A proxy that asks both servers at once begins with such a request.
+        """
+        params, parallel = request.kv_transfer_params or {}, self._config.parallel_config
+        if not params.get("do_remote_decode") or num_handed_over(request.num_prompt_tokens) > 0 or self._leader is None:
+            return None
+        replicas = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+        place = msgspec.structs.asdict(self._place(self._leader))
+        return {"do_remote_prefill": False, "do_remote_decode": False, **place, "remote_replicas": replicas}
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
@@ -333,18 +405,23 @@ class SchedulerHalf:
                 self._hold(req_id)
         for req_id in [req_id for req_id, count in self._leases.items() if count <= 0]:
             del self._leases[req_id]
-            self._give_back(req_id)
+            self._give_back(self._held.pop(req_id, None))
+        for req_id in output.finished_sending or ():
+            self._give_back(self._sent.pop(req_id, None))
 
     def _hold(self, req_id: str) -> None:
+        self._held[req_id] = blocks = self._touch(req_id)
+        logger.warning("request %s: %d blocks are held until prefill cannot write them any more", req_id, len(blocks))
+
+    def _touch(self, req_id: str) -> list[Any]:
+        """The blocks of a request, which nobody else gets until `_give_back`."""
         assert self._manager is not None
         groups = self._manager.get_blocks(req_id).blocks
         blocks = [block for group in groups for block in group if not block.is_null]
         self._manager.block_pool.touch(blocks)
-        self._held[req_id] = blocks
-        logger.warning("request %s: %d blocks are held until prefill cannot write them any more", req_id, len(blocks))
+        return blocks
 
-    def _give_back(self, req_id: str) -> None:
-        blocks = self._held.pop(req_id, None)
+    def _give_back(self, blocks: list[Any] | None) -> None:
         if blocks:
             assert self._manager is not None
             self._manager.block_pool.free_blocks(reversed(blocks))

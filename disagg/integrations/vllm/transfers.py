@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from disagg.core.leases import Lease
 from disagg.requests import Receiver, Sender
 
 
@@ -26,21 +27,24 @@ class TransferResults:
 
 @dataclass(eq=False)
 class Send:
-    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end."""
+    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end.
+    `lease` is that of a send that has ended: a copy may still read the blocks.
+    """
 
     req_id: str
     attempt: int
     handle: Sender | None = None
     finished_s: float | None = None
-    has_ended: bool = False
+    lease: Lease | None = None
 
 
 @dataclass(eq=False)
 class Receive:
-    """A request that this worker loads."""
+    """A request that this worker loads, or that the server has ended meanwhile."""
 
     req_id: str
     num_tokens: int
     prompt: str
     handle: Receiver | None = None
+    is_aborted: bool = False
     begun_s: float = field(default_factory=time.monotonic)

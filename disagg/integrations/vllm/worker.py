@@ -29,7 +29,17 @@ from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import check_engine
 from disagg.integrations.vllm.identity import identify, read_source
 from disagg.integrations.vllm.layout import Cache, read_caches
-from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
+from disagg.integrations.vllm.metadata import (
+    BlockIds,
+    Chunk,
+    Finish,
+    HandOff,
+    Load,
+    Opening,
+    RankAddress,
+    StepMetadata,
+    WorkerReport,
+)
 from disagg.integrations.vllm.metrics import TransferStats
 from disagg.integrations.vllm.transfers import Receive, Send, TransferResults
 from disagg.layout.agreement import ModelId
@@ -44,8 +54,12 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.003
 """How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits.
 
-The first such step does not wait, since vLLM takes the tokens of the step before only after it.
+With asynchronous scheduling vLLM takes the tokens and the reports of a step only after the next one. So a step that follows one
+that has computed something, or reported the end of a transfer, does not wait.
 """
+
+BLOCKED_S = 5.0
+"""How long prefill keeps a request for decode, while decode keeps its blocks for requests that prefill has no blocks for."""
 
 HEALTH_INTERVAL_S = 1.0
 """How often a worker looks whether its manager has ended."""
@@ -69,13 +83,17 @@ class WorkerHalf:
         self._results = TransferResults()
         self._read: list[tuple[str, Lease]] = []
         """Sends that have failed while a copy still reads their blocks."""
-        self._was_idle = False
+        self._may_wait = False
+        """Whether the last step has computed nothing, and reported nothing."""
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
+        self._drained: deque[Receive] = deque()
+        """Loads of requests that the server has ended, whose blocks are not written any more."""
         self._stats = TransferStats()
         self._nbytes = 0
         self._transport = ""
         self._health_due_s = 0.0
+        self._blocked_since_s = math.inf
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -135,11 +153,15 @@ class WorkerHalf:
     # -- each step -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: StepMetadata) -> None:
-        """Start this step's loads, and stop what the server has aborted."""
+        """Start this step's loads, and stop what the server has aborted. What is opened, decode can reserve before it is
+        computed.
+        """
+        for opening in step.openings:
+            self._attempt(partial(self._opened, opening), opening.req_id)
         for req_id in step.aborts:
-            self._abort(req_id)
+            self._abort(req_id, is_held=req_id in step.held)
         for request_id in step.given_up:
-            self._give_up(request_id)
+            self._attempt(partial(self._give_up, request_id), request_id.hex())
         for hand_off in step.declines:
             self._attempt(partial(self._decline, hand_off), hand_off.remote_request_id)
         for hand_off in step.wanted:
@@ -151,29 +173,34 @@ class WorkerHalf:
 
     def save(self, step: StepMetadata) -> None:
         """Send what this step has computed. On a GPU it is read once the step has run there."""
-        if not step.chunks and not step.finishes:
-            return
-        ready = _recorded_event() if self._is_cuda else None
+        ready = _recorded_event() if self._is_cuda and (step.chunks or step.finishes) else None
         for chunk in step.chunks:
             self._attempt(partial(self._send, chunk, ready), chunk.req_id)
         for finish in step.finishes:
             if not self._attempt(partial(self._finish, finish, ready), finish.req_id):
-                self._give_up_finish(finish.req_id)
+                self._abort_send(finish.req_id, "it could not be finished")
+        for req_id in step.held:
+            if req_id not in step.aborts:
+                self._hold(req_id)
 
     def results(self, *, idle: bool) -> TransferResults:
         """The transfers that have ended since the last call."""
         manager = self._running()
         self._end_late_sends()
+        self._end_blocking_send(idle=idle)
+        self._end_unreachable()
         self._give_back_read()
-        waits, self._was_idle = idle and self._was_idle, idle
         if (
-            waits
+            idle
+            and self._may_wait
             and (self._sends or self._receives or self._read)
             and not self._results.finished_sending | self._results.finished_recving
         ):
             poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
             poll.register(manager, select.POLLIN)
             poll.poll(IDLE_WAIT_S * 1000)
+        while self._drained:
+            self._end_receive(self._drained.popleft(), ok=False)
         for event in manager.events():
             transfer = event.tag()
             if isinstance(transfer, Send):
@@ -181,6 +208,7 @@ class WorkerHalf:
             elif transfer is not None:
                 self._received(transfer, event)
         results, self._results = self._results, TransferResults()
+        self._may_wait = idle and not results.finished_sending | results.finished_recving
         return results
 
     def report(self) -> WorkerReport | None:
@@ -216,11 +244,27 @@ class WorkerHalf:
         self._sender(self._opened(chunk)).send(rows, tokens=(chunk.start, chunk.stop), ready=ready)
 
     def _finish(self, finish: Finish, ready: ReadyEvent | None) -> None:
-        send = self._opened(finish)
-        send.finished_s = time.monotonic()
-        self._sender(send).finish(self._rows(finish.blocks, start=0, incremental=False), payload=finish.payload, ready=ready)
+        rows = self._rows(finish.blocks, start=0, incremental=False)
+        self._sender(self._opened(finish)).finish(rows, payload=finish.payload, ready=ready)
 
-    def _opened(self, part: Chunk | Finish) -> Send:
+    def _hold(self, req_id: str) -> None:
+        """VLLM keeps the blocks of a request until its end is reported."""
+        send = self._sends.get(req_id)
+        if send is None or send.handle is None:  # it could not be opened
+            self._sends.pop(req_id, None)
+            self._results.finished_sending.add(req_id)
+            return
+        send.finished_s = time.monotonic()
+        self._report_read(send)
+
+    def _report_read(self, send: Send) -> None:
+        """Report the end of a send once nothing reads its blocks, if vLLM waits for that."""
+        if send.finished_s is not None and send.lease is not None:
+            del self._sends[send.req_id]
+            self._read.append((send.req_id, send.lease))
+            self._give_back_read()
+
+    def _opened(self, part: Opening | Chunk | Finish) -> Send:
         """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away."""
         send = self._sends.get(part.req_id)
         if send is None or send.attempt != part.attempt:
@@ -233,7 +277,7 @@ class WorkerHalf:
 
     def _sender(self, send: Send) -> Sender:
         """Its handle. Raises `LocalProtocolError` if it could not be opened, or has ended."""
-        if send.handle is None or send.has_ended:
+        if send.handle is None or send.lease is not None:
             raise LocalProtocolError("an earlier part of the request could not be sent")
         return send.handle
 
@@ -252,11 +296,33 @@ class WorkerHalf:
                 send.finished_s = math.inf  # only once
                 send.handle.abort(reason)
 
+    def _end_blocking_send(self, *, idle: bool) -> None:
+        """End one of the requests that wait for decode, if decode waits too: its blocks are reserved for requests that this
+        server cannot compute, since its own blocks have those that decode cannot reserve.
+        """
+        sends = [send for send in self._sends.values() if send.handle is not None and send.lease is None]
+        held = [send for send in sends if send.finished_s is not None and send.handle and send.handle.readers is None]
+        is_wanted = any(send.finished_s is None and send.handle and send.handle.readers for send in sends)
+        now = time.monotonic()
+        if not (idle and held and is_wanted):
+            self._blocked_since_s = math.inf
+            return
+        self._blocked_since_s = min(self._blocked_since_s, now)
+        if now > self._blocked_since_s + BLOCKED_S:
+            self._blocked_since_s = now
+            oldest = min(held, key=lambda send: send.finished_s or 0.0)
+            if oldest.handle is not None:
+                oldest.handle.abort("decode has reserved other requests, for which prefill needs its blocks")
+
     def _give_up(self, request_id: bytes) -> None:
-        """End a request that no decode server will take. vLLM gets its blocks when the end is reported."""
-        for send in self._sends.values():
-            if send.handle is not None and send.handle.request_id == request_id:
-                send.handle.abort("the proxy has given up the request")
+        """End a request that this server will not send. vLLM gets its blocks when the end is reported. Decode may wait for one
+        that has not come, or will not be handed over: it is refused.
+        """
+        handles = [send.handle for send in self._sends.values() if send.handle and send.handle.request_id == request_id]
+        if not handles:
+            handles.append(self._running().sender(request_id, peer=None, deadline_s=None, tag=_untracked))
+        for handle in handles:
+            handle.abort("prefill does not hand the request over, or the proxy has given it up")
 
     def _sent(self, send: Send, event: Event) -> None:
         if self._sends.get(send.req_id) is not send:
@@ -267,20 +333,13 @@ class WorkerHalf:
         elif (backend := self._running().backend).transport != self._transport:
             self._transport = backend.transport
             logger.info("requests are written to decode by %s over %s", backend.name, self._transport)
-        send.has_ended = True
-        if send.finished_s is not None:
-            del self._sends[send.req_id]
-            self._read.append((send.req_id, event.lease))
-            self._give_back_read()
+        send.lease = event.lease
+        self._report_read(send)
 
-    def _give_up_finish(self, req_id: str) -> None:
-        """End a request that cannot be finished. Copies of its earlier chunks may still read its blocks."""
-        send = self._sends.pop(req_id, None)
-        if send is None or send.handle is None:
-            self._results.finished_sending.add(req_id)
-            return
-        send.handle.abort("it could not be finished")
-        self._read.append((req_id, send.handle.lease))
+    def _abort_send(self, req_id: str, reason: str) -> None:
+        send = self._sends.get(req_id)
+        if send is not None and send.handle is not None:
+            send.handle.abort(reason)
 
     def _give_back_read(self) -> None:
         """Report the ends of sends whose blocks are not read any more. What the engine can prove nothing about is reported too:
@@ -299,7 +358,7 @@ class WorkerHalf:
             rows=self._rows(load.blocks, start=0, incremental=None),
             need={cache.name: load.needs[cache.group.index] for cache in self._caches},
             ready=_recorded_event() if self._is_cuda and self._clears_blocks else None,  # vLLM clears them on the stream
-            deadline_s=self._options.load_timeout_s,
+            deadline_s=self._options.max_hold_s if load.hand_off.remote_num_tokens is None else self._options.load_timeout_s,
             tag=weakref.ref(receive),
             label=load.req_id,
         )
@@ -324,9 +383,20 @@ class WorkerHalf:
             "attempt": hand_off.remote_attempt,
         }
 
+    def _end_unreachable(self) -> None:
+        """End loads from servers that do not answer. Only one that has answered may take as long as its queue."""
+        limit_s = self._options.load_timeout_s
+        for receive in self._receives.values():
+            is_late = time.monotonic() > receive.begun_s + limit_s
+            if is_late and receive.handle is not None and receive.handle.session is None:
+                receive.handle.abort(f"the prefill server did not answer within {limit_s:g} s")
+
     def _received(self, receive: Receive, event: Event) -> None:
         if not event.ok:
             logger.warning("request %s: its state did not arrive: %s", receive.req_id, event.error)
+            if receive.is_aborted and not event.lease.released:  # vLLM goes on stepping until it is reported
+                event.lease.on_release(lambda: self._drained.append(receive))
+                return
             if not event.lease.released:
                 self._leases[receive.req_id] += 1
                 event.lease.on_release(lambda: self._released.append(receive.req_id))
@@ -349,15 +419,21 @@ class WorkerHalf:
             if incremental is None or cache.group.is_incremental is incremental
         }
 
-    def _abort(self, req_id: str) -> None:
-        """End a request that the server has ended. A load is still reported; a send is forgotten."""
-        send, receive = self._sends.pop(req_id, None), self._receives.get(req_id)
-        if send is not None and send.handle is not None:
-            send.handle.abort("the server ended the request")
+    def _abort(self, req_id: str, *, is_held: bool = False) -> None:
+        """End a request that the server has ended. A load is still reported. A send is forgotten, unless vLLM holds its blocks
+        until its end is reported.
+        """
+        receive = self._receives.get(req_id)
+        self._abort_send(req_id, "the server ended the request")
+        if is_held:
+            self._hold(req_id)
+        else:
+            self._sends.pop(req_id, None)
         if receive is not None and receive.handle is not None:
+            receive.is_aborted = True
             receive.handle.abort("the server ended the request")
 
-    def _attempt(self, act: Callable[[], None], req_id: str) -> bool:
+    def _attempt(self, act: Callable[[], object], req_id: str) -> bool:
         """Whether `act` succeeds. What fails is logged, and costs its request the transfer only."""
         try:
             act()
@@ -390,6 +466,10 @@ def _from_group(group: GroupCoordinator, own: Any) -> list[Any]:
     found = [None] * group.world_size
     torch.distributed.all_gather_object(found, own, group=group.cpu_group)
     return found
+
+
+def _untracked() -> None:
+    """The tag of a transfer that nobody waits for."""
 
 
 def _check_prompt(receive: Receive, event: Event) -> None:

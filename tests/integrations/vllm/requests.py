@@ -67,6 +67,19 @@ def ask_both(
     return dict(zip(computing, names, strict=True)), loading
 
 
+def num_waiting(core: Any) -> int:
+    """In an engine's process: how many requests wait for another server."""
+    return sum(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in core.scheduler.requests.values())
+
+
+def wait_waiting(engine: Engine, count: int = 1) -> None:
+    """Wait until requests of an engine wait for another server. Raises `TimeoutError`."""
+    until = time.monotonic() + 60
+    while engine.run(num_waiting) < count:
+        if time.monotonic() > until:
+            raise TimeoutError(f"expected {count} requests that wait, found {engine.run(num_waiting)}")
+
+
 def wait_for(engine: Engine, count: str, at_least: int) -> None:
     """Wait until one of the connector's counts has reached a number. Raises `TimeoutError`."""
     until = time.monotonic() + 60

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import logging
+import select
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from disagg import new_request_id
-from disagg.integrations.vllm import DisaggConnector
+from disagg.integrations.vllm import DisaggConnector, worker
+from disagg.integrations.vllm.metadata import Place
 from disagg.integrations.vllm.metrics import TransferStats
 from harness.vllm.engine import PREFILL, Engine
-from tests.integrations.vllm.requests import ask_both, check_equal, connect, hand_over, num_external, prompts, wait_empty
+from tests.integrations.vllm.requests import (
+    ask_both,
+    check_equal,
+    connect,
+    hand_over,
+    num_external,
+    prompts,
+    wait_empty,
+    wait_waiting,
+)
 
 BLOCKS = 96
 """Blocks of 32 tokens on prefill, of 64 on decode: two of the longest prompts fit."""
@@ -71,9 +85,20 @@ def test_prompt_that_decode_has_cached_whole(pair: tuple[Engine, Engine]) -> Non
 
 
 def test_prompt_of_one_token_is_not_handed_over(pair: tuple[Engine, Engine]) -> None:
+    """The answer says where decode finds other requests, so that a proxy can ask both servers at once from then on. Decode does
+    not take it for a hand-over, nor wait for one that has been asked at the same time.
+    """
     prefill, decode = pair
     (first,) = prefill.generate([[17]], params=PREFILL)
-    assert first.params is None
+    server = connect(prefill, decode)
+    assert first.params is not None
+    assert {**first.params, **server} == first.params
+    assert (first.params["do_remote_prefill"], first.params["remote_replicas"]) == (False, 1)
+    expected = decode.generate([[17]], max_tokens=4)
+    check_equal(expected, decode.generate([[17]], params=first.params, max_tokens=4))
+    (computing, *_), asked = ask_both(prefill, decode, [[17]], server=server, max_tokens=4)
+    check_equal(expected, decode.wait(asked, timeout_s=20))
+    prefill.wait([computing])
     wait_empty(prefill, decode)
 
 
@@ -96,6 +121,183 @@ def test_both_are_asked_at_once(pair: tuple[Engine, Engine]) -> None:
     assert prefill.counts["sent_bytes"] - before > num_sent
 
 
+def hold_samples(core: Any, told: Path) -> None:
+    """In an engine's process: draw no token until the file `told` is there."""
+    runner = core.model_executor.driver_worker.worker.model_runner
+    draw = runner.sample_tokens
+
+    def wait(*args: Any, **options: Any) -> Any:
+        until = time.monotonic() + 60
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return draw(*args, **options)
+
+    runner.sample_tokens = wait
+
+
+def test_the_state_arrives_before_prefill_has_drawn_a_token(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """With the last chunk decode has all that it needs: it does not wait for another step of prefill."""
+    prefill, decode = pair
+    server = connect(prefill, decode, seed=36)
+    (prompt,) = prompts((400,), seed=37)  # one step of prefill
+    told = tmp_path / "draw"
+    prefill.run(partial(hold_samples, told=told))
+    (computing, *_), (loading,) = ask_both(prefill, decode, [prompt], server=server, max_tokens=8)
+    (found,) = decode.wait([loading], timeout_s=60)
+    assert prefill.answers[computing].finish_reason is None
+    told.touch()
+    prefill.wait([computing])
+    assert found.num_external == 399
+    check_equal(decode.generate([prompt], max_tokens=8), [found])
+    wait_empty(prefill, decode)
+
+
+def waits_of_steps(_: object) -> list[bool]:
+    """In an engine's process, while a load is open: which of four steps without tokens wait for it. The second one reports the
+    end of a transfer.
+    """
+    waited: list[None] = []
+
+    def poll() -> select.poll:
+        waited.append(None)
+        return select.poll()
+
+    half, found = get_kv_transfer_group().worker, []
+    half.results(idle=False)
+    worker.select = SimpleNamespace(poll=poll, POLLIN=select.POLLIN)  # type: ignore[assignment, attr-defined]
+    try:
+        for number in range(4):
+            waited.clear()
+            if number == 1:
+                half._results.finished_sending.add("a transfer")
+            half.results(idle=True)
+            found.append(bool(waited))
+    finally:
+        worker.select = select  # type: ignore[attr-defined]
+    return found
+
+
+def test_the_step_after_a_report_does_not_wait(pair: tuple[Engine, Engine]) -> None:
+    """With asynchronous scheduling, which the CPU does not have, vLLM takes the report of a step only after the next one."""
+    prefill, decode = pair
+    server = connect(prefill, decode, seed=48)
+    (prompt,) = prompts((600,), seed=49)
+    prefill.signal(signal.SIGSTOP)
+    try:
+        (computing, *_), (loading,) = ask_both(prefill, decode, [prompt], server=server, max_tokens=4)
+        wait_waiting(decode)
+        waits = decode.run(waits_of_steps)
+    finally:
+        prefill.signal(signal.SIGCONT)
+    assert waits == [False, False, False, True]
+    (found,) = decode.wait([loading])
+    prefill.wait([computing])
+    check_equal(decode.generate([prompt], max_tokens=4), [found])
+    wait_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before decode asks", "while decode waits"])
+def test_a_request_that_never_comes_to_prefill(pair: tuple[Engine, Engine], late: bool) -> None:
+    """The proxy says so to prefill, which tells decode: it does not wait for `max_hold_s`, nor for `load_timeout_s`."""
+    prefill, decode = pair
+    server, name = connect(prefill, decode, seed=38 + late), new_request_id().hex()
+    (prompt,) = prompts((300,), seed=40 + late)
+    failed = decode.counts["failed_loads"]
+
+    def give_up() -> None:
+        prefill.wait([prefill.add([0], params={"abort_request_id": name}, max_tokens=1)])
+
+    if not late:
+        give_up()
+    params = {"do_remote_prefill": True, **server, "remote_request_id": name}
+    loading = decode.add(prompt, params=params, max_tokens=6)
+    if late:
+        wait_waiting(decode)
+        give_up()
+    (found,) = decode.wait([loading], timeout_s=20)
+    assert (found.num_external, decode.counts["failed_loads"] - failed) == (0, 1)
+    check_equal(decode.generate([prompt], max_tokens=6), [found])
+    wait_empty(prefill, decode)
+
+
+def test_prefill_is_aborted_before_it_begins(pair: tuple[Engine, Engine]) -> None:
+    """While other requests have its blocks. Decode, which waits for it, learns it at once."""
+    prefill, decode = pair
+    server, failed = connect(prefill, decode, seed=42), decode.counts["failed_loads"]
+    busy = [prefill.add(prompt, max_tokens=200) for prompt in prompts((1300, 1300), seed=43)]
+    while not all(prefill.answers[req_id].tokens for req_id in busy):
+        prefill.poll(60)
+    (prompt,) = prompts((1200,), seed=44)
+    (computing, *_), (loading,) = ask_both(prefill, decode, [prompt], server=server, max_tokens=6)
+    wait_waiting(decode)
+    prefill.abort(computing)
+    (found,) = decode.wait([loading], timeout_s=20)
+    assert (found.num_external, decode.counts["failed_loads"] - failed) == (0, 1)
+    for req_id in busy:
+        prefill.abort(req_id)
+    check_equal(decode.generate([prompt], max_tokens=6), [found])
+    wait_empty(prefill, decode)
+
+
+def test_prefill_is_aborted_when_decode_may_have_all(pair: tuple[Engine, Engine]) -> None:
+    """After its last chunk has left and before it has drawn a token. Its blocks are nobody else's until it has been sent."""
+    prefill, decode = pair
+    server = connect(prefill, decode, seed=45)
+    asked = prompts((500,) * 6, seed=46)
+    expected = decode.generate(asked, max_tokens=6)
+    computing, loading = ask_both(prefill, decode, asked, server=server, max_tokens=6)
+    for req_id in computing:
+        prefill.poll(0.05)
+        prefill.abort(req_id)
+    check_equal(expected, decode.wait(loading, timeout_s=30))
+    wait_empty(prefill, decode)
+
+
+def test_servers_that_wait_for_each_other(pair: tuple[Engine, Engine]) -> None:
+    """Both are full: prefill with requests that decode has no blocks for, and decode with reservations of requests that prefill
+    has no blocks for. Prefill ends a hand-over, which decode computes.
+    """
+    prefill, decode = pair
+    server = connect(prefill, decode, seed=58)
+    asked = prompts((1300,) * 4, seed=59)
+    expected = [decode.generate([prompt], max_tokens=4)[0] for prompt in asked]
+    decode.run(reset_cache)
+    held = prefill.generate(asked[:2], params=PREFILL)
+    computing, loading = ask_both(prefill, decode, asked[2:], server=server, max_tokens=4)
+    wait_waiting(decode, 2)
+    loading = [decode.add(prompt, params=one.params, max_tokens=4) for prompt, one in zip(asked, held, strict=False)] + loading
+    found = decode.wait(loading, timeout_s=60)
+    prefill.wait(computing)
+    check_equal(expected, found)
+    assert 0 in num_external(found)
+    for name in computing.values():  # of one that prefill has preempted, decode has taken nothing
+        prefill.add([0], params={"abort_request_id": name}, max_tokens=1)
+    wait_empty(prefill, decode)
+
+
+def reset_cache(core: Any) -> None:
+    """In an engine's process: forget cached prefixes."""
+    assert core.scheduler.reset_prefix_cache()
+
+
+def test_parameters_of_mooncakes_proxies(pair: tuple[Engine, Engine]) -> None:
+    """A name for the transfer, which is no number, and the name of prefill that its bootstrap server gives."""
+    prefill, decode = pair
+    (first,) = prefill.generate([[17]], params=PREFILL)
+    assert first.params is not None
+    place = msgspec.convert(first.params, Place)
+    (prompt,) = prompts((300,), seed=47)
+    common = {"transfer_id": "xfer-5c1d", "remote_bootstrap_addr": "http://127.0.0.1:1"}
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": str(place), **common}
+    loading = decode.add(prompt, params=params, max_tokens=6)
+    several = [prefill.add(prompt, params={**PREFILL, "transfer_id": "xfer-5c1d"}) for _ in range(2)]  # as for `n=2`
+    prefill.wait(several)
+    (found,) = decode.wait([loading])
+    assert found.num_external == 299
+    check_equal(decode.generate([prompt], max_tokens=6), [found])
+    wait_empty(prefill, decode)
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
@@ -103,8 +305,14 @@ def test_both_are_asked_at_once(pair: tuple[Engine, Engine]) -> None:
         {"remote_request_id": "no hexadecimal digits"},
         {"remote_address": None},
         {"remote_address": "?"},
+        {"remote_bootstrap_addr": "http://127.0.0.1:1", "transfer_id": "a"},
+        {
+            "remote_bootstrap_addr": "http://127.0.0.1:1",
+            "remote_engine_id": "nobody@tcp://127.0.0.1:9",
+            "remote_request_id": "",
+        },
     ],
-    ids=["type", "id", "missing", "address"],
+    ids=["type", "id", "missing", "address", "another Mooncake", "no transfer"],
 )
 def test_damaged_parameters_are_computed(pair: tuple[Engine, Engine], damaged: dict[str, object]) -> None:
     """A proxy's mistake costs one request its transfer, and never the server."""

@@ -1,0 +1,123 @@
+"""A server's name for the proxies of MooncakeConnector, which ask its bootstrap server over HTTP (`/query`).
+
+They pass the `engine_id` of a data-parallel replica on to decode, so it says where decode finds that replica.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AF_INET, AF_INET6
+from typing import Any
+
+import requests
+
+from disagg.core.address import bracketed, is_loopback, is_wildcard, parse_address
+from disagg.core.errors import ConfigError
+from disagg.integrations.options import Options
+
+logger = logging.getLogger(__name__)
+
+MAX_NBYTES = 1 << 16
+TIMEOUT_S = 5.0
+RETRY_S = 0.5
+
+
+class Bootstrap:
+    """The names of a server's replicas, by their rank. Raises `ConfigError` if the port cannot be had."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._replicas: dict[int, str] = {}
+
+        class Handler(_Handler):
+            replicas = self._replicas
+
+        class Server(ThreadingHTTPServer):
+            address_family = AF_INET6 if ":" in host else AF_INET
+            daemon_threads = True
+
+        try:
+            self._server = Server(("" if is_wildcard(host) else host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"bootstrap_port: cannot listen at {host!r}, port {port}: {error}") from error
+        threading.Thread(target=self._server.serve_forever, name="disagg-bootstrap", daemon=True).start()
+
+    @classmethod
+    def start(cls, parallel: Any, options: Options, name: str) -> Bootstrap | None:
+        """Make a replica's `name` known: by a server here, if it is the first replica, or by that of the first one."""
+        assert options.bootstrap_port is not None
+        host, _ = parse_address(options.listen, what="listen")
+        rank = parallel.data_parallel_index
+        if parallel.local_engines_only:  # each host, or each replica, has an HTTP server of its own
+            rank = parallel.data_parallel_rank_local or 0
+        if rank == 0:
+            served = cls(host, options.bootstrap_port)
+            served.add(rank, name)
+            return served
+        first = host if is_loopback(host) or parallel.local_engines_only else parallel.data_parallel_master_ip
+        url = f"http://{bracketed('127.0.0.1' if is_wildcard(first) else first)}:{options.bootstrap_port}"
+        threading.Thread(target=_register, args=(url, rank, name), name="disagg-bootstrap", daemon=True).start()
+        return None
+
+    def add(self, rank: int, name: str) -> None:
+        """Note the name of a replica."""
+        self._replicas[rank] = name
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    replicas: dict[int, str]
+    timeout = TIMEOUT_S
+
+    def do_GET(self) -> None:
+        if self.path != "/query":
+            self.send_error(404)
+            return
+        found = sorted(self.replicas.items())
+        self._answer({str(rank): {"engine_id": name, "worker_addr": {"0": {"0": name}}} for rank, name in found})
+
+    def do_POST(self) -> None:
+        """`/register`: another replica of this server says its name."""
+        if self.path != "/register":
+            self.send_error(404)
+            return
+        try:
+            given = json.loads(self.rfile.read(min(MAX_NBYTES, max(0, int(self.headers["Content-Length"])))))
+            self.replicas[int(given["dp_rank"])] = str(given["engine_id"])
+        except (ValueError, TypeError, KeyError) as error:
+            self.send_error(400, f"{type(error).__name__}: {error}")
+            return
+        self._answer({})
+
+    def _answer(self, found: object) -> None:
+        data = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: proxies ask often."""
+
+
+def _register(url: str, rank: int, name: str) -> None:
+    """Tell the first replica's server this one's name, until it answers."""
+    has_failed = False
+    while True:
+        try:
+            requests.post(f"{url}/register", json={"dp_rank": rank, "engine_id": name}, timeout=TIMEOUT_S).raise_for_status()
+        except requests.RequestException as error:
+            if not has_failed:
+                logger.warning("the bootstrap server of the first replica does not answer yet: %s", error)
+            has_failed = True
+        else:
+            return
+        time.sleep(RETRY_S)

@@ -1,0 +1,89 @@
+"""The bootstrap server that MooncakeConnector's proxies ask, and the names that it gives."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.core.errors import ConfigError
+from disagg.integrations.options import Options
+from disagg.integrations.vllm.bootstrap import Bootstrap
+from disagg.integrations.vllm.metadata import HandOff, Place, transfer_id
+from harness.ports import free_ports
+
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+PLACES = (
+    Place(remote_engine_id="prefill-0_dp1", remote_address="tcp://10.0.0.1:7000"),
+    Place(remote_engine_id="a@tcp://b", remote_address="tcp://[fe80::1]:7000", remote_public_key=KEY, remote_window_page=528),
+)
+
+
+def replica(rank: int, *, local: bool = False) -> Any:
+    """What the bootstrap server reads of vLLM's `ParallelConfig`."""
+    return SimpleNamespace(
+        data_parallel_index=rank,
+        data_parallel_rank_local=0 if local else rank,
+        data_parallel_master_ip="127.0.0.1",
+        local_engines_only=local,
+    )
+
+
+def query(port: int, path: str = "/query", data: bytes | None = None) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data, timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_is_one_text(place: Place) -> None:
+    assert Place.parse(str(place)) == place
+    params = {"transfer_id": "xfer-1", "remote_engine_id": str(place), "remote_bootstrap_addr": "http://10.0.0.1:8998"}
+    found = HandOff.of({"do_remote_prefill": True, "do_remote_decode": False, **params})
+    assert found is not None
+    assert msgspec.convert(found.params(), Place) == place
+    assert found.request_id == transfer_id({"transfer_id": "xfer-1"})
+    assert found.request_id != transfer_id({"transfer_id": "xfer-2"})
+    assert len(found.request_id) == 16
+
+
+@pytest.mark.parametrize("name", ["", "prefill-0", "prefill-0@10.0.0.1:7000", "None"])
+def test_a_name_of_another_connector_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected NAME@tcp://HOST:PORT, found"):
+        Place.parse(name)
+
+
+def test_replicas_are_known_by_rank() -> None:
+    """Whichever starts first. A replica that has been replaced has another name."""
+    (port,) = free_ports(1)
+    options = Options.read({"bootstrap_port": port}, engine_id="prefill")
+    assert Bootstrap.start(replica(1), options, "one") is None
+    first = Bootstrap.start(replica(0), options, "zero")
+    assert first is not None
+    try:
+        until = time.monotonic() + 30
+        while len(found := query(port)) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert {rank: entry["engine_id"] for rank, entry in found.items()} == {"0": "zero", "1": "one"}
+        assert all(entry["worker_addr"] for entry in found.values())
+        query(port, "/register", b'{"dp_rank": 1, "engine_id": "again"}')
+        assert query(port)["1"]["engine_id"] == "again"
+        for path, data in (("/", None), ("/register", b"{"), ("/register", b"[]"), ("/register", b'{"dp_rank": "a"}')):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                query(port, path, data)
+            assert refused.value.code in (400, 404)
+            refused.value.close()
+        with pytest.raises(ConfigError, match="bootstrap_port: cannot listen"):
+            Bootstrap.start(replica(5, local=True), options, "other")  # it has an HTTP server of its own
+    finally:
+        first.close()
+    again = Bootstrap.start(replica(5, local=True), options, "other")
+    assert again is not None
+    assert {rank: entry["engine_id"] for rank, entry in query(port).items()} == {"0": "other"}
+    again.close()
