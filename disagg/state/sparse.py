@@ -38,6 +38,7 @@ def index_keys(
     name: str = "index",
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
+    optional: bool = False,
 ) -> Component:
     """Index keys, the same on every rank, from tensors `[page, bytes]` by layer.
 
@@ -47,7 +48,9 @@ def index_keys(
     num_keys = page_size // tokens_per_key
     roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
     bound = _halves(roles, pages, num_keys)
-    return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens)
+    return declare(
+        name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional
+    )
 
 
 def index_tail(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from disagg.core.memory import CPU, Device
 from disagg.core.topology import Topology
@@ -64,6 +65,32 @@ class RingFacts:
     row_nbytes: int
 
 
+class Buffer(NamedTuple):
+    """Memory of `nbytes` from `pointer`, in rows of `row_nbytes`."""
+
+    pointer: int
+    nbytes: int
+    row_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFacts:
+    """The pool of one draft runner. Its pages have the model's ids.
+
+    `kv` are the pages of full attention, in `buffers`. `window_kv` are those of its sliding layers, in `window_buffers`, with
+    the ids of the model's sliding windows, or those of full attention with `has_full_ids`. `window` is the number of tokens
+    before the next one that they need. `KVArgs` list the index keys of the first runner only.
+    """
+
+    kv: PageFacts | None = None
+    buffers: tuple[Buffer, ...] = ()
+    window_kv: PageFacts | None = None
+    window_buffers: tuple[Buffer, ...] = ()
+    window: int | None = None
+    has_full_ids: bool = False
+    index: IndexFacts | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """Everything about one rank's pools that its `KVArgs` lack.
@@ -76,7 +103,7 @@ class Facts:
     topology: Topology
     device: Device = CPU
     kv: PageFacts | None = None
-    draft: PageFacts | None = None
+    drafts: tuple[DraftFacts, ...] = ()
     window_kv: PageFacts | None = None
     window: int | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
@@ -84,10 +111,14 @@ class Facts:
     reuses_pages: bool = False
     slots: tuple[SlotFacts, ...] = ()
     index: IndexFacts | None = None
-    draft_index: IndexFacts | None = None
     ring: RingFacts | None = None
 
     def kv_name(self, layer: int) -> str:
         """The component that has the pages of a layer of `kv`, by the names that all integrations share."""
         kind = "mla" if self.kv is not None and self.kv.num_kv_heads is None else "kv"
         return component_name(kind, layer if self.by_layer else None)
+
+
+def draft_name(number: int, kind: str = "") -> str:
+    """The component that has state of a draft runner: its pages, or another kind of state."""
+    return f"draft{kind and '_'}{kind}{f'.{number}' if number else ''}"

@@ -7,13 +7,13 @@ state in `state_types`. Every size is compared with the facts, so that a misread
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, RawTensor
-from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts
+from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts, draft_name
 from disagg.layout.placement import Component
 from disagg.state import paged, sparse
 from disagg.state.declare import Inner, Role, State, blocks_by_tp, by_tp, whole
@@ -39,7 +39,7 @@ class KVArgs(Protocol):
 
 @dataclass(frozen=True)
 class _Entry:
-    """One buffer: `nbytes` from `pointer`, in rows of `row_nbytes`. `what` names its field of `KVArgs`."""
+    """One buffer: `nbytes` from `pointer`, in rows of `row_nbytes`. `what` names where it was found."""
 
     what: str
     pointer: int
@@ -63,13 +63,14 @@ def components(kv_args: KVArgs, own: Facts) -> list[Component]:
     num_draft = kv_args.num_draft_entries
     entries = _entries("kv", kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
     split = len(entries) - num_draft
+    _check_count("draft", entries[split:], len(own.drafts[0].buffers) if own.drafts else 0)
     found: list[Component | None] = [
         *_kv(own, entries[:split], kv_args.page_size),
-        _pages("draft", own.draft, entries[split:], kv_args.page_size, own, optional=True),
+        *_drafts(own, kv_args.page_size),
         _pages("window", own.window_kv, states.pop("swa", []), kv_args.page_size, own),
         _slots(own, states.pop("mamba", [])),
         *_index(own, states.pop("dsa", []), kv_args.page_size),
-        _index_tail(own.index, states.pop("dsa_tail", []), own),
+        *_index_tails(own, states.pop("dsa_tail", [])),
         _ring(own.ring, states.pop("swa_ring", []), own),
     ]
     return [component for component in found if component is not None]
@@ -142,6 +143,17 @@ def _pages(
     return paged.gqa(pairs, axes="nhd", num_kv_heads=facts.num_kv_heads, dims=(k_dim, v_dim), **given)
 
 
+def _drafts(own: Facts, page_size: int) -> Iterator[Component | None]:
+    """Pages of draft runners. Each is optional: a peer may have no draft model, or fewer layers of one."""
+    for number, draft in enumerate(own.drafts):
+        for name, pages, buffers in (
+            (draft_name(number), draft.kv, draft.buffers),
+            (draft_name(number, "window"), draft.window_kv, draft.window_buffers),
+        ):
+            entries = [_Entry(f"{name}, buffer {i}", *buffer) for i, buffer in enumerate(buffers)]
+            yield _pages(name, pages, entries, page_size, own, optional=True)
+
+
 def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> RawTensor:
     """The buffer as contiguous rows of that shape."""
     rows = entry.rows(math.prod(shape) * ITEMSIZE[dtype])
@@ -174,13 +186,18 @@ def _slot_role(slot: SlotFacts) -> Role:
     return Role(name=slot.role, axes=" ".join(("slot", *slot.axes)), inner=inner, dtype=slot.dtype)
 
 
+def _indices(own: Facts) -> list[tuple[str, IndexFacts | None]]:
+    """The index keys of the model, and of its first draft runner, in the order of `KVArgs`."""
+    return [("index", own.index), (draft_name(0, "index"), own.drafts[0].index if own.drafts else None)]
+
+
 def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component]:
     """Index keys of the model, and of its draft layers."""
-    num_own = len(own.index.layers) if own.index is not None else 0
-    parts = (("index", own.index, entries[:num_own]), ("draft_index", own.draft_index, entries[num_own:]))
-    found = []
-    for name, facts, buffers in parts:
-        _check_count(name, buffers, len(facts.layers) if facts is not None else 0)
+    rest, found = list(entries), []
+    for name, facts in _indices(own):
+        num = len(facts.layers) if facts is not None else 0
+        buffers, rest = rest[:num], rest[num:]
+        _check_count(name, buffers, num)
         if facts is None:
             continue
         shape = (page_size // facts.tokens_per_key * (facts.key_dim + 4),)
@@ -192,31 +209,35 @@ def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Compon
                 key_nbytes=facts.key_dim,
                 tokens_per_key=facts.tokens_per_key,
                 name=name,
+                optional=name != "index",
             )
         )
+    _check_count("index", rest, 0)
     return found
 
 
-def _index_tail(facts: IndexFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:
-    """The rings of tokens that have no index key yet: all keys, then all scores."""
-    if facts is None or not facts.tail:
-        _check_count("index_tail", entries, 0)
-        return None
-    _check_count("index_tail", entries, 2 * len(facts.layers))
-    roles = [
-        Role(name=name, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=facts.tail_dtype)
-        for name in ("key", "score")
-    ]
-    halves = entries[: len(facts.layers)], entries[len(facts.layers) :]
-    tensors = {
-        role.name: {
-            layer: _paged(entry, (facts.tail, facts.key_dim), facts.tail_dtype, own)
-            for layer, entry in zip(facts.layers, half, strict=True)
+def _index_tails(own: Facts, entries: Sequence[_Entry]) -> list[Component]:
+    """The rings of tokens that have no index key yet: all keys, then all scores, of the model and then of its draft layers."""
+    rest, found = list(entries), []
+    for name, facts in _indices(own):
+        if facts is None or not facts.tail:
+            continue
+        num = len(facts.layers)
+        keys, scores, rest = rest[:num], rest[num : 2 * num], rest[2 * num :]
+        _check_count(f"{name}_tail", keys + scores, 2 * num)
+        shape = (facts.tail, facts.key_dim)
+        tensors = {
+            role: {layer: _paged(entry, shape, facts.tail_dtype, own) for layer, entry in zip(facts.layers, half, strict=True)}
+            for role, half in (("key", keys), ("score", scores))
         }
-        for role, half in zip(roles, halves, strict=True)
-    }
-    state = State(name="index_tail", rows="pages", layers=(), roles=tuple(roles))
-    return state.component(tensors, topology=own.topology)
+        roles = tuple(
+            Role(name=role, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=facts.tail_dtype)
+            for role in tensors
+        )
+        state = State(name=f"{name}_tail", rows="pages", layers=(), roles=roles, optional=name != "index")
+        found.append(state.component(tensors, topology=own.topology))
+    _check_count("index_tail", rest, 0)
+    return found
 
 
 def _ring(facts: RingFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:

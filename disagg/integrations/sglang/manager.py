@@ -112,7 +112,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             given["verify"] = "full"
         self.transfers = KVManager(topology=topology, components=parts, model=host.model, **{**given, "admit": "any"})
         self.components = tuple(part.name for part in parts)
-        self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
+        self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens, host.unread)
         self.leader = leader
 
     def register_to_bootstrap(self) -> None:

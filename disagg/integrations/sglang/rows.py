@@ -13,7 +13,7 @@ import numpy as np
 
 from disagg.core.errors import LayoutError, LocalProtocolError
 from disagg.core.rows import Pages, Rows, Slot, TokenRange
-from disagg.integrations.sglang.facts import Facts
+from disagg.integrations.sglang.facts import Facts, IndexFacts, draft_name
 from disagg.state.window import ring_rows
 
 
@@ -55,15 +55,19 @@ def state_rows(
             rows["ssm"] = Slot(int(np.asarray(listed).reshape(-1)[0]))
         elif name == "swa":
             rows["window"] = to_the_end(listed, num_tokens, page_size=page_size)
+            for number, draft in enumerate(facts.drafts):
+                if draft.window_kv is not None and not draft.has_full_ids:
+                    rows[draft_name(number, "window")] = rows["window"]
         elif name == "swa_ring":
             rows["ring"] = to_the_end(listed, num_tokens, page_size=1)
         elif name == "dsa":
             rows["index"] = to_the_end(listed, num_tokens, page_size=page_size)
-            if facts.draft_index is not None:
-                rows["draft_index"] = rows["index"]
-        elif name == "dsa_tail" and facts.index is not None:
-            need = num_tokens - num_tokens % facts.index.tokens_per_key, num_tokens
-            rows["index_tail"] = ring_rows(int(listed[0]) if len(listed) else 0, need=need, stride=facts.index.tail)
+            rows |= {draft_name(0, "index"): rows["index"] for draft in facts.drafts[:1] if draft.index is not None}
+        elif name == "dsa_tail":
+            slot = int(listed[0]) if len(listed) else 0
+            for tail, index in _tails(facts).items():
+                need = num_tokens - num_tokens % index.tokens_per_key, num_tokens
+                rows[tail] = ring_rows(slot, need=need, stride=index.tail)
     return rows
 
 
@@ -72,6 +76,10 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
     found: dict[str, TokenRange] = {}
     is_partial = facts.by_layer and not facts.reuses_pages
     windows = {facts.kv_name(layer): window for layer, window in facts.windows.items()} if is_partial else {}
+    for number, draft in enumerate(facts.drafts):
+        if draft.window is not None and not (draft.has_full_ids and facts.reuses_pages):
+            windows[draft_name(number, "window")] = draft.window
+    tails = _tails(facts)
     for name, each in rows.items():
         if isinstance(each, Slot):
             continue
@@ -82,8 +90,8 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
             start = max(start, num_tokens - windows[name])
         elif name == "ring":
             start = each.first_token  # a ring is never a prefix
-        elif name == "index_tail" and facts.index is not None:
-            start = num_tokens - num_tokens % facts.index.tokens_per_key
+        elif name in tails:
+            start = num_tokens - num_tokens % tails[name].tokens_per_key
         found[name] = (min(start, num_tokens), num_tokens)
     return found
 
@@ -92,4 +100,14 @@ def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
     """The pages of full attention from `first_token` on: the model's, and those of its draft layers, which share the ids."""
     pages = Pages(np.asarray(ids).reshape(-1), first_token=first_token)
     names = [facts.kv_name(layer) for layer in facts.kv.layers] if facts.kv is not None else []
-    return dict.fromkeys(names + ["draft"] * bool(facts.draft is not None and facts.draft.layers), pages)
+    for number, draft in enumerate(facts.drafts):
+        names += [draft_name(number)] * (draft.kv is not None)
+        names += [draft_name(number, "window")] * (draft.window_kv is not None and draft.has_full_ids)
+    return dict.fromkeys(names, pages)
+
+
+def _tails(facts: Facts) -> dict[str, IndexFacts]:
+    """The index keys that have rings of tokens without a key, by the names of these rings."""
+    draft = facts.drafts[0].index if facts.drafts else None
+    found = {"index_tail": facts.index, draft_name(0, "index_tail"): draft}
+    return {name: index for name, index in found.items() if index is not None and index.tail}
