@@ -13,6 +13,14 @@ from disagg.state.declare import Block
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaleFacts:
+    """Block scales beside K and V: `nbytes` of each per head and `granule` tokens, which follow each other in memory."""
+
+    granule: int
+    nbytes: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PageFacts:
     """Paged tensors of one pool. `layers` are this rank's, by their numbers in the whole model, in the order of the pool.
 
@@ -24,6 +32,7 @@ class PageFacts:
     dtype: str
     dims: tuple[int, ...]
     num_kv_heads: int | None = None
+    scales: ScaleFacts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,19 @@ class IndexFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompressedFacts:
+    """Compressed index keys of QSA: one of `dim` elements per `ratio` tokens, and per request a ring of the keys of the last
+    `ratio` tokens, with their positions, which all layers share. Every rank has all of it.
+    """
+
+    layers: tuple[int, ...]
+    dim: int
+    ratio: int
+    dtype: str
+    ring_dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RingFacts:
     """Rows of a window that are addressed by request and position: `row_nbytes` bytes a token, the same on every rank."""
 
@@ -88,7 +110,10 @@ class DraftFacts:
     window_buffers: tuple[Buffer, ...] = ()
     window: int | None = None
     has_full_ids: bool = False
+    scale_buffers: tuple[Buffer, ...] = ()
+    window_scale_buffers: tuple[Buffer, ...] = ()
     index: IndexFacts | None = None
+    compressed: CompressedFacts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +123,8 @@ class Facts:
     `window` is the number of tokens before the next one that the layers of `window_kv` need. `windows` are those of the layers
     of `kv` to which SGLang applies a window, although their pages have all tokens. With `reuses_pages` decode keeps these pages
     for later requests, and so needs all tokens of them. `by_layer`: each layer of `kv` is a component of its own.
+
+    `index_k` are index keys of one vector per token.
     """
 
     topology: Topology
@@ -112,6 +139,8 @@ class Facts:
     slots: tuple[SlotFacts, ...] = ()
     index: IndexFacts | None = None
     ring: RingFacts | None = None
+    index_k: PageFacts | None = None
+    compressed: CompressedFacts | None = None
 
     def kv_name(self, layer: int) -> str:
         """The component that has the pages of a layer of `kv`, by the names that all integrations share."""

@@ -7,18 +7,22 @@ state in `state_types`. Every size is compared with the facts, so that a misread
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, RawTensor
+from disagg.core.topology import Topology
 from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts, draft_name
 from disagg.layout.placement import Component
 from disagg.state import paged, sparse
 from disagg.state.declare import Inner, Role, State, blocks_by_tp, by_tp, whole
 
-SUPPORTED = ("mamba", "swa", "swa_ring", "dsa", "dsa_tail")
+SUPPORTED = (
+    *("mamba", "swa", "swa_ring", "dsa", "dsa_tail", "block_scale", "block_scale_swa", "minimax_index_k", "minimax_dense_kv"),
+    *("qsa_pending", "qsa_compressed"),
+)
 """The values of `state_types` that can be moved."""
 
 
@@ -68,6 +72,10 @@ def components(kv_args: KVArgs, own: Facts) -> list[Component]:
         *_kv(own, entries[:split], kv_args.page_size),
         *_drafts(own, kv_args.page_size),
         _pages("window", own.window_kv, states.pop("swa", []), kv_args.page_size, own),
+        _scales("kv_scales", own.kv, states.pop("block_scale", []), kv_args.page_size, own),
+        _scales("window_scales", own.window_kv, states.pop("block_scale_swa", []), kv_args.page_size, own),
+        _pages("index_k", own.index_k, states.pop("minimax_index_k", []), kv_args.page_size, own),
+        *_compressed(own, states.pop("qsa_compressed", []), states.pop("qsa_pending", []), kv_args.page_size),
         _slots(own, states.pop("mamba", [])),
         *_index(own, states.pop("dsa", []), kv_args.page_size),
         *_index_tails(own, states.pop("dsa_tail", [])),
@@ -146,12 +154,71 @@ def _pages(
 def _drafts(own: Facts, page_size: int) -> Iterator[Component | None]:
     """Pages of draft runners. Each is optional: a peer may have no draft model, or fewer layers of one."""
     for number, draft in enumerate(own.drafts):
-        for name, pages, buffers in (
-            (draft_name(number), draft.kv, draft.buffers),
-            (draft_name(number, "window"), draft.window_kv, draft.window_buffers),
+        for describe, kind, pages, buffers in (
+            (_pages, "", draft.kv, draft.buffers),
+            (_pages, "window", draft.window_kv, draft.window_buffers),
+            (_scales, "scales", draft.kv, draft.scale_buffers),
+            (_scales, "window_scales", draft.window_kv, draft.window_scale_buffers),
         ):
+            name = draft_name(number, kind)
             entries = [_Entry(f"{name}, buffer {i}", *buffer) for i, buffer in enumerate(buffers)]
-            yield _pages(name, pages, entries, page_size, own, optional=True)
+            yield describe(name, pages, entries, page_size, own, optional=True)
+
+
+def _scales(
+    name: str, facts: PageFacts | None, entries: Sequence[_Entry], page_size: int, rank: Facts, *, optional: bool = False
+) -> Component | None:
+    """Block scales of K and V: a component of its own, since the scale of a block is there as soon as its first token is."""
+    if facts is None or facts.scales is None or facts.num_kv_heads is None:
+        _check_count(name, entries, 0)
+        return None
+    _check_count(name, entries, 2 * len(facts.layers))
+    heads, granule = by_tp(facts.num_kv_heads), facts.scales.granule
+    halves, tensors, roles = (entries[: len(facts.layers)], entries[len(facts.layers) :]), {}, []
+    for role, nbytes, half in zip(("k_scale", "v_scale"), facts.scales.nbytes, halves, strict=True):
+        inner = {"kv_head": heads, "byte": whole(nbytes)}
+        roles.append(Role(name=role, axes="page token kv_head byte", inner=inner, dtype="uint8", granule=granule))
+        shape = (page_size // granule, heads.local_size(rank.topology), nbytes)
+        tensors[role] = {layer: _paged(entry, shape, "uint8", rank) for layer, entry in zip(facts.layers, half, strict=True)}
+    state = State(name=name, rows="pages", layers=(), roles=tuple(roles), optional=optional)
+    return state.component(tensors, topology=rank.topology)
+
+
+def _compressed(own: Facts, entries: Sequence[_Entry], pending: Sequence[_Entry], page_size: int) -> Iterator[Component]:
+    """Compressed keys, and the rings of what is not compressed yet: those of all layers, then their positions. The draft's
+    follow the model's.
+    """
+    keys, rings = list(entries), list(pending)
+    drafts = [("draft_", own.drafts[0].compressed)] if own.drafts else []
+    for prefix, facts in (("", own.compressed), *drafts):
+        if facts is None:
+            continue
+        num = len(facts.layers)
+        _check_count(f"{prefix}compressed", keys[:num], num)
+        _check_count(f"{prefix}pending", rings[: num + 1], num + 1)
+        shape = (page_size // facts.ratio, facts.dim)
+        tensors = {layer: _paged(entry, shape, facts.dtype, own) for layer, entry in zip(facts.layers, keys, strict=False)}
+        yield sparse.compressed(tensors, ratio=facts.ratio, dim=facts.dim, topology=own.topology, dtype=facts.dtype,
+                                name=f"{prefix}compressed", optional=bool(prefix))  # fmt: skip
+        shape = (facts.ratio, facts.dim)
+        tensors = {
+            layer: _paged(entry, shape, facts.ring_dtype, own) for layer, entry in zip(facts.layers, rings, strict=False)
+        }
+        positions = {0: _paged(rings[num], (facts.ratio, 3), "int64", own)}
+        for name, role, slots in (("pending", "key", tensors), ("positions", "position", positions)):
+            yield _whole_slots(f"{prefix}{name}", role, slots, topology=own.topology, optional=bool(prefix))
+        keys, rings = keys[num:], rings[num + 1 :]
+    _check_count("compressed", keys, 0)
+    _check_count("pending", rings, 0)
+
+
+def _whole_slots(name: str, role: str, tensors: Mapping[int, RawTensor], *, topology: Topology, optional: bool) -> Component:
+    """A slot per request, the same on every rank."""
+    sample = next(iter(tensors.values()))
+    inner = {"ring": whole(sample.shape[1]), "dim": whole(sample.shape[2])}
+    roles = (Role(name=role, axes="slot ring dim", inner=inner, dtype=sample.dtype),)
+    state = State(name=name, rows="slot", layers=(), roles=roles, optional=optional)
+    return state.component({role: tensors}, topology=topology)
 
 
 def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> RawTensor:

@@ -274,13 +274,17 @@ class Memory:
         for kind in self.kv_args().state_types:
             if kind == "mamba":
                 found.append([np.array(request.slot)])
-            elif kind == "swa":
+            elif kind in ("swa", "block_scale_swa"):
                 start = max(request.prefix, n - model.window) // size
                 found.append(request.window_pages[start : -(-n // size)].astype(np.int32))
             elif kind == "swa_ring":
                 positions = np.arange(max(0, n - model.window), n)
                 found.append((request.slot * model.ring + positions % model.ring).astype(np.int32))
-            elif kind == "dsa":
+            elif kind in ("block_scale", "qsa_compressed", "minimax_dense_kv"):
+                found.append(request.pages[: -(-n // size)].astype(np.int32))
+            elif kind == "qsa_pending":
+                found.append(np.array([request.slot], np.int32))
+            elif kind in ("dsa", "minimax_index_k"):
                 found.append(request.pages[request.prefix // size : -(-n // size)].astype(np.int32))
             else:
                 live = n % model.tokens_per_key

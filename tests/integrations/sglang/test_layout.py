@@ -76,8 +76,8 @@ def copy(sources: Sequence[Memory], destinations: Sequence[Memory], at: Sequence
             )
             rows = [
                 full_pages(m.kv_list(r, r.prefix, r.num_tokens), r.prefix, facts=m.facts())
-                | state_rows(m.kv_args().state_types, m.state_lists(r), num_tokens=r.num_tokens, page_size=m.page_size,
-                             facts=m.facts())
+                | state_rows(m.kv_args().state_types, m.state_lists(r), num_tokens=r.num_tokens, prefix=r.prefix,
+                             page_size=m.page_size, facts=m.facts())
                 for m, r in ((source, here), (destination, there))
             ]  # fmt: skip
             need = needs(rows[1], num_tokens=there.num_tokens, prefix=there.prefix, facts=destination.facts())
@@ -186,7 +186,7 @@ def test_a_draft_on_the_last_pipeline_stage() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"state_types": ["minimax_index_k"]}, r"state_types\[0\]: expected one each of mamba, .* found 'minimax_index_k'"),
+        ({"state_types": ["c128_state"]}, r"state_types\[0\]: expected one each of mamba, .* found 'c128_state'"),
         ({"state_types": ["dsa", "dsa"]}, r"state_types\[1\]: .* found 'dsa'"),
         ({"kv_item_lens": [1024] * 6}, r"kv_item_lens\[0\]: expected 2048 bytes a row, found 1024"),
         ({"num_draft_entries": 2}, r"component 'draft': expected 0 buffers in KVArgs, found 2"),

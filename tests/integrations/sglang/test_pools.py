@@ -98,7 +98,7 @@ class RealMemory(Memory):
             pointers, lengths, rows = self.draft.get_contiguous_buf_infos()
             args.kv_data_ptrs, args.kv_data_lens = args.kv_data_ptrs + pointers, args.kv_data_lens + lengths
             args.kv_item_lens, args.num_draft_entries = args.kv_item_lens + rows, len(rows)
-        setup_state_kv_args(args, self.pools.kv, self.draft)
+        setup_state_kv_args(args, self.pools.kv, self.draft, total_kv_layers=8)
         return args
 
 
