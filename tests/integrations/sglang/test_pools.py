@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
     MambaPool,
     MHATokenToKVPool,
-    MHATokenToKVPoolMXFP8,
+    MHATokenToKVPoolFP4,
     MLATokenToKVPool,
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -136,6 +136,13 @@ def latents(tp: int) -> tuple[Model, Pools]:
     return Model(heads=None, dims=(24,)), Pools(kv=latent_pool(), config=config())
 
 
+def latents_with_draft(tp: int) -> tuple[Model, Pools]:
+    """DeepSeek-V3 with its MTP layer."""
+    model, pools = latents(tp)
+    model = replace(model, draft_layers=(0,), draft_heads=None, draft_dims=(24,))
+    return model, replace(pools, drafts=drafts(latent_pool(1), tp, heads=64))
+
+
 def latents_with_head_draft(tp: int) -> tuple[Model, Pools]:
     """Kimi K2 with an EAGLE3 draft: the model's configuration names as many KV heads as the latents are expanded to."""
     draft = drafts(head_pool(tp, 1, heads=2), tp, heads=2)
@@ -161,12 +168,12 @@ def window_draft(tp: int) -> tuple[Model, Pools]:
     return replace(model, draft_layers=(0,), draft_window_layers=(1,)), replace(pools, drafts=draft)
 
 
-def hybrid(model: Model, tp: int, params: Any, settings: Any) -> tuple[Model, Pools]:
+def hybrid(model: Model, tp: int, params: Any, settings: Any, **own: Any) -> tuple[Model, Pools]:
     mamba = MambaPool(size=7, spec_state_size=0, cache_params=params, mamba_layer_ids=list(model.slot_layers), device="cpu")
     pool = HybridLinearKVPool(
-        size=PAGE * PAGES, full_attention_layer_ids=list(model.layers), mamba_pool=mamba, **paged_args(tp)
+        size=PAGE * PAGES, full_attention_layer_ids=list(model.layers), mamba_pool=mamba, **paged_args(tp), **own
     )
-    return replace(model, heads=HEADS), Pools(kv=pool, config=config(), recurrent_config=settings)
+    return replace(model, heads=None if own else HEADS), Pools(kv=pool, config=config(), recurrent_config=settings)
 
 
 def recurrent(model: Model, tp: int, *, groups: int, **shape: Any) -> tuple[Model, Pools]:
@@ -196,11 +203,13 @@ def mamba(tp: int) -> tuple[Model, Pools]:
 
 
 def kda(tp: int) -> tuple[Model, Pools]:
+    """Kimi-Linear: the other layers have latents."""
     shape = KimiLinearStateShape.create(tp_world_size=tp, num_heads=8, head_dim=4, conv_kernel_size=4)
     params = KimiLinearCacheParams(shape=shape, layers=list(KDA.slot_layers), dtype=FLOATS)
     blocks = tuple(replace(block, units=8, width=4) for block in KDA.conv_blocks)
-    model = replace(KDA, conv_blocks=blocks, temporal=(8, 4, 4))
-    return hybrid(model, tp, params, SimpleNamespace(mamba2_cache_params=params))
+    model = replace(KDA, conv_blocks=blocks, temporal=(8, 4, 4), dims=(24,))
+    latents = {"use_mla": True, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    return hybrid(model, tp, params, SimpleNamespace(mamba2_cache_params=params), **latents)
 
 
 def index_pool(layers: int, skipped: list[bool], *, pooled: bool) -> DSATokenToKVPool:
@@ -240,8 +249,8 @@ def index_with_latent_draft(tp: int) -> tuple[Model, Pools]:
 
 
 MODELS = (
-    heads, few_draft_heads, latents, latents_with_head_draft, heads_with_latent_draft, window, window_draft, gdn, mamba, mamba2,
-    kda, index, index_with_draft, pooled_index_with_draft, index_with_latent_draft,
+    heads, few_draft_heads, latents, latents_with_draft, latents_with_head_draft, heads_with_latent_draft, window, window_draft,
+    gdn, mamba, mamba2, kda, index, index_with_draft, pooled_index_with_draft, index_with_latent_draft,
 )  # fmt: skip
 
 
@@ -279,8 +288,8 @@ def test_pools_that_are_not_known_are_refused() -> None:
     assert pools.drafts is not None
     with pytest.raises(ConfigError, match="draft model: expected the attention TP of the model, 2, found 1"):
         read_facts(replace(pools, drafts=replace(pools.drafts, tp=1)), rank)
-    unknown = object.__new__(MHATokenToKVPoolMXFP8)
-    with pytest.raises(ConfigError, match="found MHATokenToKVPoolMXFP8"):
+    unknown = object.__new__(MHATokenToKVPoolFP4)
+    with pytest.raises(ConfigError, match="found MHATokenToKVPoolFP4"):
         read_facts(Pools(kv=unknown, config=config()), rank)
     _, pools = mamba2(2)
     del pools.recurrent_config.mamba_n_groups
