@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from harness.ports import free_ports
 from harness.servers import Reply, Server
-from harness.vllm.models import VOCABULARY, write_model
+from harness.vllm.models import VOCABULARY, save_model, write_model
 from tests.integrations.vllm.requests import prompts
 
 PROMPTS = prompts((33, 300), seed=61)
@@ -34,9 +36,12 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = write_model("llama", tmp_path_factory.mktemp("models") / "llama")
+    return answered(write_model("llama", tmp_path_factory.mktemp("models") / "llama"))
+
+
+def answered(path: Path) -> Model:
     with Server.sglang(path, *PAGES) as alone:
-        alone.wait_ready()
+        alone.wait_ready(timeout_s=600)
         return Model(path, [alone.complete(prompt) for prompt in PROMPTS])
 
 
@@ -123,4 +128,28 @@ def test_tokenizer_workers_and_a_draft_on_prefill_only(model: Model) -> None:
     decode = Server.sglang(model.path, *workers, mode="decode")
     with ready(prefill, decode):
         for _ in range(3):  # any of the workers may answer
+            check(prefill, decode, model.expected)
+
+
+def test_two_pipeline_stages_to_one(model: Model) -> None:
+    prefill = Server.sglang(model.path, *PAGES, "--pp-size", "2", mode="prefill")
+    decode = Server.sglang(model.path, *PAGES, mode="decode")
+    with ready(prefill, decode):
+        check(prefill, decode, model.expected)
+
+
+def test_attention_data_parallelism(tmp_path: Path) -> None:
+    """A model with experts. Rooms choose the data-parallel rank of prefill."""
+    torch.manual_seed(7)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+        max_position_embeddings=2048, initializer_range=0.04, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = answered(save_model(transformers.Qwen3MoeForCausalLM(config), tmp_path / "moe"))
+    parallel = (*PAGES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention")
+    prefill = Server.sglang(model.path, *parallel, mode="prefill")
+    decode = Server.sglang(model.path, *PAGES, mode="decode")
+    with ready(prefill, decode):
+        for _ in range(2):
             check(prefill, decode, model.expected)

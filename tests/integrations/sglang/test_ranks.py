@@ -38,6 +38,9 @@ CASES = {
     "index keys and tails": (MODELS["index"], 1, 1, (16, 16)),
     "ring": (MODELS["ring"], 1, 1, (16, 16)),
     "draft": (MODELS["draft"], 1, 1, (16, 16)),
+    "draft of heads beside latents 2 to 1": (MODELS["draft of heads beside latents"], 2, 1, (16, 16)),
+    "draft with windows 1 to 2": (MODELS["draft with windows"], 1, 2, (16, 16)),
+    "index keys and tails with a draft": (MODELS["index with a draft"], 1, 1, (16, 16)),
 }
 
 
