@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -108,8 +107,7 @@ class Server:
         backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
         common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1", "--skip-server-warmup")
         idle = "--sleep-on-idle"  # otherwise every idle rank takes a whole core
-        given = dict(itertools.pairwise(options))
-        num_ranks = math.prod(int(given.get(option, 1)) for option in ("--tp", "--pp-size", "--dp-size"))
+        num_ranks = int(dict(itertools.pairwise(options)).get("--tp", 1))
         python = os.environ.get("SGLANG_PYTHON", sys.executable)
         server = cls(
             [

@@ -38,8 +38,6 @@ RECIPES = (
            "replaced under load; retraction", SERVERS, ("test_tp_2_to_1", "test_prefill_is_replaced_under_load",
                                                         "test_decode_is_replaced_under_load")),
     Recipe("Llama 3.1", GQA, "prefill and decode change roles", SERVERS, ("test_roles_are_switched_while_servers_run",)),
-    Recipe("Llama 3.1", GQA, "tokenizer workers; a draft model on prefill only", SERVERS,
-           ("test_tokenizer_workers_and_a_draft_on_prefill_only",)),
     Recipe("Mistral, Gemma 3", "windows in one pool", "windows that SGLang applies or ignores", SERVERS,
            ("test_answers_are_those_of_one_server",)),
     Recipe("Llama 3.1", GQA, "attention DP; prefill CP; PP 2 → 1; prefill and decode change roles", RANKS,

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from harness.ports import free_ports
 from harness.servers import Reply, Server
-from harness.vllm.models import VOCABULARY, save_model, write_model
+from harness.vllm.models import VOCABULARY, write_model
 from tests.integrations.vllm.requests import prompts
 
 PROMPTS = prompts((33, 300), seed=61)
@@ -115,41 +113,3 @@ def test_roles_are_switched_while_servers_run(model: Model) -> None:
             assert "SGLANG_DISAGG_STAGING_BUFFER: ignored" in server.log(length=1 << 24)
             assert server.metric("sglang:kv_transfer_latency_ms_count") > 0
             server.flush()
-
-
-def test_tokenizer_workers_and_a_draft_on_prefill_only(model: Model) -> None:
-    """Decode drops the hidden states for a draft, and does not move its layers."""
-    draft = (
-        *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model.path)),
-        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-    )
-    workers = (*PAGES, "--tokenizer-worker-num", "2")
-    prefill = Server.sglang(model.path, *workers, *draft, mode="prefill")
-    decode = Server.sglang(model.path, *workers, mode="decode")
-    with ready(prefill, decode):
-        for _ in range(3):  # any of the workers may answer
-            check(prefill, decode, model.expected)
-
-
-def test_two_pipeline_stages_to_one(model: Model) -> None:
-    prefill = Server.sglang(model.path, *PAGES, "--pp-size", "2", mode="prefill")
-    decode = Server.sglang(model.path, *PAGES, mode="decode")
-    with ready(prefill, decode):
-        check(prefill, decode, model.expected)
-
-
-def test_attention_data_parallelism(tmp_path: Path) -> None:
-    """A model with experts. Rooms choose the data-parallel rank of prefill."""
-    torch.manual_seed(7)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
-        max_position_embeddings=2048, initializer_range=0.04, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = answered(save_model(transformers.Qwen3MoeForCausalLM(config), tmp_path / "moe"))
-    parallel = (*PAGES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention")
-    prefill = Server.sglang(model.path, *parallel, mode="prefill")
-    decode = Server.sglang(model.path, *PAGES, mode="decode")
-    with ready(prefill, decode):
-        for _ in range(2):
-            check(prefill, decode, model.expected)
