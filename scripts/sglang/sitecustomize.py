@@ -4,12 +4,10 @@ Python imports this module at its start: `scripts/sglang_env.sh` links it into a
 packages of `STAND_INS`, which only GPUs, pictures and sound need, become modules in which every name is an empty class.
 """
 
-import ctypes
 import importlib.abc
 import importlib.machinery
 import sys
 import types
-from typing import Any
 
 import _editable_skbc_disagg  # noqa: F401  this tree's `disagg`, with its extension module
 
@@ -51,16 +49,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__version__ = "0"  # type: ignore[attr-defined]
-        if module.__name__ == "sgl_kernel":
-            module.copy_all_layer_kv_cache_cpu = _copy_all_layers  # type: ignore[attr-defined]
-
-
-def _copy_all_layers(pointers: Any, strides: Any, to: Any, at: Any) -> None:
-    """The kernel with which SGLang moves tokens within its pools, on the CPU: one that its wheel does not have."""
-    for pointer, nbytes in zip(pointers.tolist(), strides.tolist(), strict=True):
-        rows = [ctypes.string_at(pointer + row * nbytes, nbytes) for row in at.tolist()]
-        for row, data in zip(to.tolist(), rows, strict=True):
-            ctypes.memmove(pointer + row * nbytes, data, nbytes)
 
 
 def _asked_by_find_spec() -> bool:
