@@ -40,6 +40,7 @@ from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
 from scripts.docs_figures import sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads  # noqa: E402
 from tests.integrations.cross import cases as cross  # noqa: E402
+from tests.integrations.sglang.recipes import RECIPES  # noqa: E402
 from tests.support import grid  # noqa: E402
 from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
 
@@ -245,6 +246,14 @@ def across_engines() -> Iterator[str]:
         yield f"| {pair.model} | {cross.label('SGLang', pair.sglang_prefill)} | {vllm} |"
 
 
+def sglang_recipes() -> Iterator[str]:
+    """A table of published deployments of SGLang, and how each is tested."""
+    yield "| models | state | setting | tested by |"
+    yield "|---|---|---|---|"
+    for each in RECIPES:
+        yield f"| {each.models} | {each.state} | {each.setting} | {each.proof.value} |"
+
+
 # -- source ------------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +326,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     for function in (
         manager_settings, rank_settings, integration_settings, shaping_rows, limits, receive_states, send_states,
         messages, bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
-        command_line, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
+        command_line, sglang_recipes, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
     )
 }  # fmt: skip
 

@@ -65,6 +65,7 @@ class _Sender(CommonKVSender):  # type: ignore[misc]
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, [], 0, req_has_disagg_prefill_dp_rank)
         self._early_send_wait_event: Any = None
+        self._transfer_start_time: float | None = None
         self.init_time = time.time()
 
     def poll(self) -> int:

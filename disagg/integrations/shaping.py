@@ -179,7 +179,8 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
 
 SGLANG: tuple[Row, ...] = (
     _row(_COMPARED, _CONFIG, "model_path revision json_model_override_args decrypted_config_file model_config_parser"),
-    _row(_COMPARED, "the dtype in the layouts, FP8 by its format, and `kv_scales`", "kv_cache_dtype quantization_param_path"),
+    _row(_COMPARED, "the dtype in the layouts, FP8 by its format, and `kv_scales`", """
+        kv_cache_dtype quantization_param_path qsa_indexer_dtype"""),
     _row(_COMPARED, _MEMORY, """
         dtype mamba_ssm_dtype disable_hybrid_swa_memory enable_linear_replayssm linear_replayssm_cache_len
         enable_linear_replayssm_spec"""),
@@ -189,7 +190,7 @@ SGLANG: tuple[Row, ...] = (
         enable_kv_cache_sharding enable_dsa_cache_layer_split enable_cp_tp_group_sharing dcp_size enable_hisparse
         enable_memory_saver"""),
     _row(_REFUSED, "the models that have it, by the class of their pool", """
-        enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay swa_prefix_tails c128_page_size qsa_indexer_dtype
+        enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay swa_prefix_tails c128_page_size
         enable_deepseek_v4_fp4_indexer"""),
     _row(_REFUSED, "SGLang itself or the class of the pool", """
         enable_unified_memory enable_page_major_kv_layout disaggregation_decode_allocation_policy"""),

@@ -38,6 +38,7 @@ def index_keys(
     name: str = "index",
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
+    optional: bool = False,
 ) -> Component:
     """Index keys, the same on every rank, from tensors `[page, bytes]` by layer.
 
@@ -47,7 +48,9 @@ def index_keys(
     num_keys = page_size // tokens_per_key
     roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
     bound = _halves(roles, pages, num_keys)
-    return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens)
+    return declare(
+        name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional
+    )
 
 
 def index_tail(
@@ -85,13 +88,16 @@ def compressed(
     dtype: str | None = None,
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
+    optional: bool = False,
 ) -> Component:
     """Compressed KV of one kind (DeepSeek-V4: ratio 4 or 128): one entry of `dim` elements per `ratio` tokens.
 
     Every rank has the same entries. Page sizes are in tokens: a tensor with `n` entries per page has pages of `n * ratio`.
     """
     roles = [role.of(tensors, axes=axes) for role in compressed_roles(dim, ratio=ratio, dtype=dtype)]
-    return declare(name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens)
+    return declare(
+        name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional
+    )
 
 
 def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int) -> list[Role]:

@@ -62,6 +62,10 @@ class BootstrapServers:
         """When the answer of each server was last come for."""
         self._wait_at = 0.0
 
+    def close(self) -> None:
+        """End the threads that wait for no answer."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def ask(self, server: str) -> Served | None:
         """What a server serves; `None` if it has not answered yet, so ask again. Raises `PeerUnreachable` if it names none."""
         answer, now = self._asked.get(server), time.monotonic()

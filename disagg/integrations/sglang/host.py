@@ -15,7 +15,7 @@ from disagg.integrations.identity import has_windows
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.identity import identify, read_source, windows
-from disagg.integrations.sglang.pools import Pools, read_facts
+from disagg.integrations.sglang.pools import Drafts, Pools, read_facts
 from disagg.integrations.sglang.prompts import Prompt, prompt_of
 from disagg.layout.agreement import ModelId
 
@@ -25,7 +25,7 @@ class Host:
     """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
     `from_leader` returns what rank 0 of the instance gives. `request` returns the request of a receiver, and `prompt` what
     shapes a request's state. `write_first_token(index, token, room)` gives decode's scheduler the first token of a request,
-    without a log-probability.
+    without a log-probability. `unread` are addresses of metadata buffers that the scheduler does not read.
     """
 
     model: ModelId
@@ -35,6 +35,7 @@ class Host:
     request: Callable[[Any], Any]
     prompt: Callable[[Any], Prompt]
     write_first_token: Callable[[int, int, int], None]
+    unread: frozenset[int] = frozenset()
 
 
 def host_of(queue: Any) -> Host:
@@ -67,7 +68,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     source = read_source(config, options.decrypted_config_file, name=name)
     pools = Pools(
         kv=queue.token_to_kv_pool,
-        draft=queue.draft_token_to_kv_pool,
+        drafts=drafts_of(scheduler),
         requests=scheduler.req_to_token_pool,
         config=config,
         recurrent_config=mambaish_config(config),
@@ -79,6 +80,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     )
 
     adapters = Adapters()
+    reads_hidden_states = scheduler.draft_worker is not None and scheduler.spec_algorithm.carries_draft_hidden_states()
 
     def prompt(request: Any) -> Prompt:
         paths = {} if request.lora_id is None else scheduler.tp_worker.model_runner.lora_manager.lora_refs
@@ -93,6 +95,11 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         for name in ("output_token_logprobs", "output_top_logprobs"):
             getattr(rows, f"{name}_val")[index] = math.nan  # not known here; answered as null
             getattr(rows, f"{name}_idx")[index] = token
+        for draft in (rows.output_topk_p, rows.output_topk_index, rows.output_hidden_states):
+            draft[index] = 0
+        seeds = getattr(rows, "output_dsa_topk_indices", None)  # SGLang 0.5.16 has none
+        if seeds is not None:
+            seeds[index] = -1  # SGLang's value for no seed
         rows.output_ids[index, 0] = token
         rows.bootstrap_room[index, 0] = room
 
@@ -104,6 +111,23 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         request=lambda receiver: next(each.req for each in queue.queue if each.kv_receiver is receiver),
         prompt=prompt,
         write_first_token=write_first_token,
+        unread=frozenset(() if reads_hidden_states else (queue.metadata_buffers.output_hidden_states.data_ptr(),)),
+    )
+
+
+def drafts_of(scheduler: Any) -> Drafts | None:
+    """The draft runners of a scheduler, which one without a draft model does not have, nor one of an earlier pipeline stage."""
+    worker = scheduler.draft_worker
+    if worker is None or worker.primary_draft_kv_pool is None:
+        return None
+    from sglang.srt.speculative.draft_parallel import legacy_draft_attn_tp_size
+
+    runners, layout = worker._draft_model_runners(), worker.draft_parallel_layout
+    return Drafts(
+        pools=tuple(runner.token_to_kv_pool for runner in runners),
+        config=runners[0].model_config,
+        tp=legacy_draft_attn_tp_size(scheduler.spec_algorithm) if layout is None else layout.attn_tp_size,
+        window=runners[0].sliding_window_size,
     )
 
 

@@ -7,18 +7,22 @@ state in `state_types`. Every size is compared with the facts, so that a misread
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, RawTensor
-from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts
+from disagg.core.topology import Topology
+from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts, draft_name
 from disagg.layout.placement import Component
 from disagg.state import paged, sparse
 from disagg.state.declare import Inner, Role, State, blocks_by_tp, by_tp, whole
 
-SUPPORTED = ("mamba", "swa", "swa_ring", "dsa", "dsa_tail")
+SUPPORTED = (
+    *("mamba", "swa", "swa_ring", "dsa", "dsa_tail", "block_scale", "block_scale_swa", "minimax_index_k", "minimax_dense_kv"),
+    *("qsa_pending", "qsa_compressed"),
+)
 """The values of `state_types` that can be moved."""
 
 
@@ -39,7 +43,7 @@ class KVArgs(Protocol):
 
 @dataclass(frozen=True)
 class _Entry:
-    """One buffer: `nbytes` from `pointer`, in rows of `row_nbytes`. `what` names its field of `KVArgs`."""
+    """One buffer: `nbytes` from `pointer`, in rows of `row_nbytes`. `what` names where it was found."""
 
     what: str
     pointer: int
@@ -63,13 +67,18 @@ def components(kv_args: KVArgs, own: Facts) -> list[Component]:
     num_draft = kv_args.num_draft_entries
     entries = _entries("kv", kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
     split = len(entries) - num_draft
+    _check_count("draft", entries[split:], len(own.drafts[0].buffers) if own.drafts else 0)
     found: list[Component | None] = [
         *_kv(own, entries[:split], kv_args.page_size),
-        _pages("draft", own.draft, entries[split:], kv_args.page_size, own, optional=True),
+        *_drafts(own, kv_args.page_size),
         _pages("window", own.window_kv, states.pop("swa", []), kv_args.page_size, own),
+        _scales("kv_scales", own.kv, states.pop("block_scale", []), kv_args.page_size, own),
+        _scales("window_scales", own.window_kv, states.pop("block_scale_swa", []), kv_args.page_size, own),
+        _pages("index_k", own.index_k, states.pop("minimax_index_k", []), kv_args.page_size, own),
+        *_compressed(own, states.pop("qsa_compressed", []), states.pop("qsa_pending", []), kv_args.page_size),
         _slots(own, states.pop("mamba", [])),
         *_index(own, states.pop("dsa", []), kv_args.page_size),
-        _index_tail(own.index, states.pop("dsa_tail", []), own),
+        *_index_tails(own, states.pop("dsa_tail", [])),
         _ring(own.ring, states.pop("swa_ring", []), own),
     ]
     return [component for component in found if component is not None]
@@ -142,6 +151,76 @@ def _pages(
     return paged.gqa(pairs, axes="nhd", num_kv_heads=facts.num_kv_heads, dims=(k_dim, v_dim), **given)
 
 
+def _drafts(own: Facts, page_size: int) -> Iterator[Component | None]:
+    """Pages of draft runners. Each is optional: a peer may have no draft model, or fewer layers of one."""
+    for number, draft in enumerate(own.drafts):
+        for describe, kind, pages, buffers in (
+            (_pages, "", draft.kv, draft.buffers),
+            (_pages, "window", draft.window_kv, draft.window_buffers),
+            (_scales, "scales", draft.kv, draft.scale_buffers),
+            (_scales, "window_scales", draft.window_kv, draft.window_scale_buffers),
+        ):
+            name = draft_name(number, kind)
+            entries = [_Entry(f"{name}, buffer {i}", *buffer) for i, buffer in enumerate(buffers)]
+            yield describe(name, pages, entries, page_size, own, optional=True)
+
+
+def _scales(
+    name: str, facts: PageFacts | None, entries: Sequence[_Entry], page_size: int, rank: Facts, *, optional: bool = False
+) -> Component | None:
+    """Block scales of K and V: a component of its own, since the scale of a block is there as soon as its first token is."""
+    if facts is None or facts.scales is None or facts.num_kv_heads is None:
+        _check_count(name, entries, 0)
+        return None
+    _check_count(name, entries, 2 * len(facts.layers))
+    heads, granule = by_tp(facts.num_kv_heads), facts.scales.granule
+    halves, tensors, roles = (entries[: len(facts.layers)], entries[len(facts.layers) :]), {}, []
+    for role, nbytes, half in zip(("k_scale", "v_scale"), facts.scales.nbytes, halves, strict=True):
+        inner = {"kv_head": heads, "byte": whole(nbytes)}
+        roles.append(Role(name=role, axes="page token kv_head byte", inner=inner, dtype="uint8", granule=granule))
+        shape = (page_size // granule, heads.local_size(rank.topology), nbytes)
+        tensors[role] = {layer: _paged(entry, shape, "uint8", rank) for layer, entry in zip(facts.layers, half, strict=True)}
+    state = State(name=name, rows="pages", layers=(), roles=tuple(roles), optional=optional)
+    return state.component(tensors, topology=rank.topology)
+
+
+def _compressed(own: Facts, entries: Sequence[_Entry], pending: Sequence[_Entry], page_size: int) -> Iterator[Component]:
+    """Compressed keys, and the rings of what is not compressed yet: those of all layers, then their positions. The draft's
+    follow the model's.
+    """
+    keys, rings = list(entries), list(pending)
+    drafts = [("draft_", own.drafts[0].compressed)] if own.drafts else []
+    for prefix, facts in (("", own.compressed), *drafts):
+        if facts is None:
+            continue
+        num = len(facts.layers)
+        _check_count(f"{prefix}compressed", keys[:num], num)
+        _check_count(f"{prefix}pending", rings[: num + 1], num + 1)
+        shape = (page_size // facts.ratio, facts.dim)
+        tensors = {layer: _paged(entry, shape, facts.dtype, own) for layer, entry in zip(facts.layers, keys, strict=False)}
+        yield sparse.compressed(tensors, ratio=facts.ratio, dim=facts.dim, topology=own.topology, dtype=facts.dtype,
+                                name=f"{prefix}compressed", optional=bool(prefix))  # fmt: skip
+        shape = (facts.ratio, facts.dim)
+        tensors = {
+            layer: _paged(entry, shape, facts.ring_dtype, own) for layer, entry in zip(facts.layers, rings, strict=False)
+        }
+        positions = {0: _paged(rings[num], (facts.ratio, 3), "int64", own)}
+        for name, role, slots in (("pending", "key", tensors), ("positions", "position", positions)):
+            yield _whole_slots(f"{prefix}{name}", role, slots, topology=own.topology, optional=bool(prefix))
+        keys, rings = keys[num:], rings[num + 1 :]
+    _check_count("compressed", keys, 0)
+    _check_count("pending", rings, 0)
+
+
+def _whole_slots(name: str, role: str, tensors: Mapping[int, RawTensor], *, topology: Topology, optional: bool) -> Component:
+    """A slot per request, the same on every rank."""
+    sample = next(iter(tensors.values()))
+    inner = {"ring": whole(sample.shape[1]), "dim": whole(sample.shape[2])}
+    roles = (Role(name=role, axes="slot ring dim", inner=inner, dtype=sample.dtype),)
+    state = State(name=name, rows="slot", layers=(), roles=roles, optional=optional)
+    return state.component({role: tensors}, topology=topology)
+
+
 def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> RawTensor:
     """The buffer as contiguous rows of that shape."""
     rows = entry.rows(math.prod(shape) * ITEMSIZE[dtype])
@@ -174,13 +253,18 @@ def _slot_role(slot: SlotFacts) -> Role:
     return Role(name=slot.role, axes=" ".join(("slot", *slot.axes)), inner=inner, dtype=slot.dtype)
 
 
+def _indices(own: Facts) -> list[tuple[str, IndexFacts | None]]:
+    """The index keys of the model, and of its first draft runner, in the order of `KVArgs`."""
+    return [("index", own.index), (draft_name(0, "index"), own.drafts[0].index if own.drafts else None)]
+
+
 def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component]:
     """Index keys of the model, and of its draft layers."""
-    num_own = len(own.index.layers) if own.index is not None else 0
-    parts = (("index", own.index, entries[:num_own]), ("draft_index", own.draft_index, entries[num_own:]))
-    found = []
-    for name, facts, buffers in parts:
-        _check_count(name, buffers, len(facts.layers) if facts is not None else 0)
+    rest, found = list(entries), []
+    for name, facts in _indices(own):
+        num = len(facts.layers) if facts is not None else 0
+        buffers, rest = rest[:num], rest[num:]
+        _check_count(name, buffers, num)
         if facts is None:
             continue
         shape = (page_size // facts.tokens_per_key * (facts.key_dim + 4),)
@@ -192,31 +276,35 @@ def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Compon
                 key_nbytes=facts.key_dim,
                 tokens_per_key=facts.tokens_per_key,
                 name=name,
+                optional=name != "index",
             )
         )
+    _check_count("index", rest, 0)
     return found
 
 
-def _index_tail(facts: IndexFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:
-    """The rings of tokens that have no index key yet: all keys, then all scores."""
-    if facts is None or not facts.tail:
-        _check_count("index_tail", entries, 0)
-        return None
-    _check_count("index_tail", entries, 2 * len(facts.layers))
-    roles = [
-        Role(name=name, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=facts.tail_dtype)
-        for name in ("key", "score")
-    ]
-    halves = entries[: len(facts.layers)], entries[len(facts.layers) :]
-    tensors = {
-        role.name: {
-            layer: _paged(entry, (facts.tail, facts.key_dim), facts.tail_dtype, own)
-            for layer, entry in zip(facts.layers, half, strict=True)
+def _index_tails(own: Facts, entries: Sequence[_Entry]) -> list[Component]:
+    """The rings of tokens that have no index key yet: all keys, then all scores, of the model and then of its draft layers."""
+    rest, found = list(entries), []
+    for name, facts in _indices(own):
+        if facts is None or not facts.tail:
+            continue
+        num = len(facts.layers)
+        keys, scores, rest = rest[:num], rest[num : 2 * num], rest[2 * num :]
+        _check_count(f"{name}_tail", keys + scores, 2 * num)
+        shape = (facts.tail, facts.key_dim)
+        tensors = {
+            role: {layer: _paged(entry, shape, facts.tail_dtype, own) for layer, entry in zip(facts.layers, half, strict=True)}
+            for role, half in (("key", keys), ("score", scores))
         }
-        for role, half in zip(roles, halves, strict=True)
-    }
-    state = State(name="index_tail", rows="pages", layers=(), roles=tuple(roles))
-    return state.component(tensors, topology=own.topology)
+        roles = tuple(
+            Role(name=role, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=facts.tail_dtype)
+            for role in tensors
+        )
+        state = State(name=f"{name}_tail", rows="pages", layers=(), roles=roles, optional=name != "index")
+        found.append(state.component(tensors, topology=own.topology))
+    _check_count("index_tail", rest, 0)
+    return found
 
 
 def _ring(facts: RingFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:

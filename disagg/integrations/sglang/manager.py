@@ -64,6 +64,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     """
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
+    reports_transfer_latency = True
     host: ClassVar[Host]
     is_checked: ClassVar[bool] = False
     local_ip: str
@@ -112,7 +114,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             given["verify"] = "full"
         self.transfers = KVManager(topology=topology, components=parts, model=host.model, **{**given, "admit": "any"})
         self.components = tuple(part.name for part in parts)
-        self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
+        self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens, host.unread)
         self.leader = leader
 
     def register_to_bootstrap(self) -> None:
@@ -120,6 +122,11 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._start()
         self.local_ip, self.rank_port = parse_address(self.leader, what="leader")
         super().register_to_bootstrap()
+
+    def teardown(self) -> None:
+        """End this role. SGLang calls it while no request is under way, and then builds the manager of the other role."""
+        self.transfers.close()
+        self.bootstrap.close()
 
     def check_request(self, request: Any) -> None:
         """Raises `LocalProtocolError` for a room or an address of prefill over which SGLang's scheduler would end."""

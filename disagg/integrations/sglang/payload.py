@@ -7,7 +7,7 @@ request's room, which is how decode's scheduler sees that they are written.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from disagg.core.errors import RemoteProtocolError
@@ -15,10 +15,14 @@ from disagg.core.errors import RemoteProtocolError
 
 @dataclass(frozen=True)
 class MetadataBuffers:
-    """SGLang's metadata buffers of this rank, as `KVArgs` describe them: addresses, and bytes per request."""
+    """SGLang's metadata buffers of this rank, as `KVArgs` describe them: addresses, and bytes per request.
+
+    `unread` are the addresses of those that this server does not read: rows for them are dropped.
+    """
 
     pointers: Sequence[int]
     row_nbytes: Sequence[int]
+    unread: Collection[int] = ()
 
     def read(self, index: int) -> tuple[bytes, ...]:
         """The rows of request `index`, in order, without the zeros at their ends."""
@@ -34,6 +38,7 @@ class MetadataBuffers:
                 f"payload: expected {len(self.pointers)} metadata buffers, found {len(rows)}; an option that adds "
                 "one, such as --disaggregation-enable-kv-checksum, must be given on both sides"
             )
+        rows = [b"" if pointer in self.unread else row for pointer, row in zip(self.pointers, rows, strict=True)]
         for number, (row, nbytes) in enumerate(zip(rows, self.row_nbytes, strict=True)):
             if len(row) > nbytes:
                 raise RemoteProtocolError(

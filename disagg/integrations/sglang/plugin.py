@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 NAME = "disagg"
 ANY_VERSION = "SGLANG_DISAGG_ANY_VERSION"
+STAGING = "SGLANG_DISAGG_STAGING_BUFFER"
+APP = "SGLANG_HTTP_SERVER_APP_PATH"
+"""Which application the processes of `--tokenizer-worker-num` import. SGLang loads no plug-ins there."""
 
 
 def register() -> None:
@@ -34,8 +37,11 @@ def register() -> None:
 
     if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
         return
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
     add_disagg_transfer_backend_choices([NAME])
     add_member(TransferBackend)
+    register_resolution_hook("handle_pd_disaggregation")(_prepare)
     utils, queues = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation"
     HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
@@ -46,6 +52,15 @@ def register() -> None:
     control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
+
+
+def _prepare(options: Any, previous: Callable[[Any], None]) -> None:
+    """SGLang's check of a server's arguments, before its other processes start. They inherit the environment."""
+    if options.disaggregation_mode != "null" and options.disaggregation_transfer_backend == NAME:
+        if os.environ.pop(STAGING, None) is not None:
+            logger.info("%s: ignored; the backend disagg packs small pieces by itself", STAGING)
+        os.environ.setdefault(APP, "disagg.integrations.sglang.workers:app")
+    previous(options)
 
 
 def add_member(backends: Any) -> None:
@@ -123,8 +138,11 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 
     if queue.transfer_backend.value == NAME and request.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+        from disagg.integrations.sglang.prompts import check_tokens
+
         try:
             queue.kv_manager.check_request(request)
+            check_tokens(request, queue.scheduler.model_config.vocab_size)
         except LocalProtocolError as error:
             prepare_abort(request, str(error), status_code=HTTPStatus.BAD_REQUEST)
             queue.scheduler.output_streamer.stream_output([request], request.return_logprob)

@@ -8,19 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.memory import Device
 from disagg.core.topology import Topology
-from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, SlotFacts
+from disagg.integrations.sglang.facts import (
+    Buffer,
+    CompressedFacts,
+    DraftFacts,
+    Facts,
+    IndexFacts,
+    PageFacts,
+    ScaleFacts,
+    SlotFacts,
+)
 from disagg.state.declare import Block, blocks_by_tp, by_tp
 
-HEADS = "MHATokenToKVPool"
+MXFP8 = "MHATokenToKVPoolMXFP8"
+HEADS = ("MHATokenToKVPool", MXFP8)
 LATENTS = ("MLATokenToKVPool", "DSATokenToKVPool")
 WINDOWS = "SWAKVPool"
-RECURRENT = "HybridLinearKVPool"
+MINIMAX = "MiniMaxSparseKVPool"
+QSA = "QSATokenToKVPool"
+RECURRENT = ("HybridLinearKVPool", QSA)
+KNOWN = (*HEADS, *LATENTS, WINDOWS, MINIMAX, *RECURRENT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """The pools of the draft runners, in order, the configuration of their model, the attention TP that they run with, and
+    their sliding window in tokens.
+    """
+
+    pools: tuple[Any, ...]
+    config: Any
+    tp: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +56,7 @@ class Pools:
     """
 
     kv: Any
-    draft: Any = None
+    drafts: Drafts | None = None
     requests: Any = None
     config: Any
     recurrent_config: Any = None
@@ -43,25 +68,22 @@ class Pools:
 
 def read_facts(pools: Pools, topology: Topology) -> Facts:
     """The facts of this rank. Raises `ConfigError` that names the pool and its field for memory that is not known."""
-    full, layers = _full(pools.kv)
-    heads = pools.config.get_total_num_kv_heads() if _name(full) == HEADS else None
+    full, layers = _full("token_to_kv_pool", pools.kv)
     found: dict[str, Any] = {
         "device": _device(full),
-        "kv": _pages("token_to_kv_pool", full, layers, heads, topology),
+        "kv": _pages("token_to_kv_pool", full, layers, pools.config, topology),
         "index": _index(full, layers),
+        "index_k": _index_k(pools.kv) if _name(pools.kv) == MINIMAX else None,
+        "compressed": _compressed(pools.kv) if _name(pools.kv) == QSA else None,
+        "reuses_pages": pools.reuses_pages,
     }
-    if pools.draft is not None:
-        draft, draft_layers = _full(pools.draft)
-        # The draft model's own number of heads is not known here: it must be the model's.
-        found["draft"] = _pages("draft_token_to_kv_pool", draft, draft_layers, heads, topology)
-        found["draft_index"] = _index(draft, draft_layers)
+    if pools.drafts is not None:
+        found["drafts"] = _drafts(pools.drafts, topology, model=pools.kv)
     if _name(pools.kv) == WINDOWS:
-        window = pools.kv.swa_kv_pool
-        total = _window_heads(pools.config) if _name(window) == HEADS else None
-        found["window_kv"] = _pages("swa_kv_pool", window, _by_kind(pools.kv, window=True), total, topology)
+        found["window_kv"] = _windows("swa_kv_pool", pools.kv, pools.config, topology)
         found["window"] = pools.window
-    elif _name(pools.kv) == HEADS:
-        found |= {"windows": pools.windows, "by_layer": pools.by_layer, "reuses_pages": pools.reuses_pages}
+    elif _name(pools.kv) in HEADS:
+        found |= {"windows": pools.windows, "by_layer": pools.by_layer}
     mamba = getattr(pools.kv, "mamba_pool", None) or getattr(pools.requests, "mamba_pool", None)
     if mamba is not None:
         found["slots"] = _slots(mamba, pools.recurrent_config, topology)
@@ -72,17 +94,62 @@ def _name(pool: Any) -> str:
     return type(pool).__name__
 
 
-def _full(pool: Any) -> tuple[Any, tuple[int, ...]]:
+def _drafts(drafts: Drafts, topology: Topology, *, model: Any) -> tuple[DraftFacts, ...]:
+    """The facts of the draft runners' pools. SGLang lists index keys of the first one, if the `model`'s pool is of its kind."""
+    if drafts.tp != topology.tp:
+        raise ConfigError(f"draft model: expected the attention TP of the model, {topology.tp}, found {drafts.tp}")
+    found = []
+    for number, pool in enumerate(drafts.pools):
+        what = f"draft_token_to_kv_pool of runner {number}"
+        full, layers = _full(what, pool)
+        is_alike = number == 0 and _name(pool) == _name(model)
+        facts = DraftFacts(
+            kv=_pages(what, full, layers, drafts.config, topology),
+            buffers=_buffers(full) if layers else (),
+            scale_buffers=_scale_buffers(full),
+            index=_index(full, layers) if is_alike else None,
+            compressed=_compressed(pool) if is_alike and _name(pool) == QSA else None,
+        )
+        if _name(pool) == WINDOWS:
+            facts = replace(
+                facts,
+                window_kv=_windows(f"swa_kv_pool, {what}", pool, drafts.config, topology),
+                window_buffers=_buffers(pool.swa_kv_pool),
+                window_scale_buffers=_scale_buffers(pool.swa_kv_pool),
+                window=drafts.window,
+                has_full_ids=bool(getattr(pool, "swa_uses_full_indices", False)),
+            )
+        found.append(facts)
+    return tuple(found)
+
+
+def _buffers(pool: Any) -> tuple[Buffer, ...]:
+    return tuple(map(Buffer, *pool.get_contiguous_buf_infos()))
+
+
+def _scale_buffers(pool: Any) -> tuple[Buffer, ...]:
+    return tuple(map(Buffer, *pool.get_kv_scale_buf_infos())) if _name(pool) == MXFP8 else ()
+
+
+def _windows(what: str, pool: Any, config: Any, topology: Topology) -> PageFacts | None:
+    """The pages of the sliding layers of an `SWAKVPool`."""
+    heads = _window_heads(config) if _name(pool.swa_kv_pool) in HEADS else None
+    return _pages(what, pool.swa_kv_pool, _by_kind(pool, window=True), config, topology, heads=heads)
+
+
+def _full(what: str, pool: Any) -> tuple[Any, tuple[int, ...]]:
     """The pool of full attention, and the layers in it by their numbers in the model."""
     if _name(pool) == WINDOWS:
         return pool.full_kv_pool, _by_kind(pool, window=False)
-    if _name(pool) == RECURRENT:
+    if _name(pool) in RECURRENT:
         return pool.full_kv_pool, tuple(pool.full_attention_layer_id_mapping)
-    if _name(pool) in (HEADS, *LATENTS):
+    if _name(pool) == MINIMAX:
+        if pool.index_kv_pool is not None:
+            raise ConfigError(f"{what}, index_kv_pool: expected none, since SGLang does not hand over index values, found one")
+        return pool.main_pool, tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
+    if _name(pool) in (*HEADS, *LATENTS):
         return pool, tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
-    raise ConfigError(
-        f"token_to_kv_pool: expected {HEADS}, {', '.join(LATENTS)}, {WINDOWS} or {RECURRENT}, found {_name(pool)}"
-    )
+    raise ConfigError(f"{what}: expected one of {', '.join(KNOWN)}, found {_name(pool)}")
 
 
 def _by_kind(pool: Any, *, window: bool) -> tuple[int, ...]:
@@ -92,29 +159,70 @@ def _by_kind(pool: Any, *, window: bool) -> tuple[int, ...]:
 
 
 def _device(pool: Any) -> Device:
-    buffers = pool.k_buffer if _name(pool) == HEADS else pool.kv_buffer
+    buffers = pool.k_buffer if _name(pool) in HEADS else pool.kv_buffer
     return Device.parse(str(buffers[0].device)) if len(buffers) else Device.parse(str(pool.device))
 
 
-def _pages(what: str, pool: Any, layers: tuple[int, ...], heads: int | None, topology: Topology) -> PageFacts | None:
-    """`None` for a pool without layers: models without attention have one, of a single head."""
+def _pages(
+    what: str, pool: Any, layers: tuple[int, ...], config: Any, topology: Topology, *, heads: int | None = None
+) -> PageFacts | None:
+    """`None` for a pool without layers: models without attention have one, of a single head. `heads` are the KV heads of the
+    whole model, if its `config` has others for these layers.
+    """
     if not layers:
         return None
     if _name(pool) in LATENTS:
         dtype = pool.store_dtype if pool.dsa_kv_cache_store_fp8 else pool.dtype  # packed: bytes of several kinds
         return PageFacts(layers=layers, dtype=_dtype(dtype), dims=(int(pool.kv_cache_dim),))
-    if _name(pool) != HEADS or heads is None:
-        raise ConfigError(f"{what}: expected {HEADS} or {', '.join(LATENTS)}, found {_name(pool)}")
+    if _name(pool) not in HEADS:
+        raise ConfigError(f"{what}: expected {', '.join((*HEADS, *LATENTS))}, found {_name(pool)}")
     if pool.kv_cache_layout != "nhd":
         raise ConfigError(f"{what}, kv_cache_layout: expected 'nhd', found {pool.kv_cache_layout!r}")
     if pool.is_quantized_kv_cache:
         raise ConfigError(f"{what}, quant_method: expected none, found {type(pool.quant_method).__name__}")
+    heads = heads or config.get_total_num_kv_heads()
     local = by_tp(heads).local_size(topology)
     if pool.head_num != local:
         raise ConfigError(
             f"{what}, head_num: expected {local} of {heads} KV heads with attention TP {topology.tp}, found {pool.head_num}"
         )
-    return PageFacts(layers=layers, dtype=_dtype(pool.dtype), dims=(pool.head_dim, pool.v_head_dim), num_kv_heads=heads)
+    return PageFacts(
+        layers=layers,
+        dtype=_dtype(pool.store_dtype if _name(pool) == MXFP8 else pool.dtype),
+        dims=(pool.head_dim, pool.v_head_dim),
+        num_kv_heads=heads,
+        scales=_scales(pool) if _name(pool) == MXFP8 else None,
+    )
+
+
+def _scales(pool: Any) -> ScaleFacts:
+    """MXFP8: a byte for 32 elements of a head. With pages of 128 tokens those of a page and head are interleaved."""
+    granule = pool.page_size if pool.mxfp8_sf_interleaved else 1
+    dims = (pool.head_dim, pool.v_head_dim)
+    return ScaleFacts(granule=granule, nbytes=tuple(granule * dim // pool.MXFP8_SCALE_BLOCK_SIZE for dim in dims))
+
+
+def _index_k(pool: Any) -> PageFacts | None:
+    """MiniMax: an index key per token in each sparse layer."""
+    keys = pool.index_k_pool
+    if keys is None:
+        return None
+    if _name(keys) != "MHATokenToKOnlyPool" or keys.head_num != 1:
+        raise ConfigError(f"index_k_pool: expected MHATokenToKOnlyPool of 1 head, found {_name(keys)} of {keys.head_num}")
+    return PageFacts(layers=tuple(pool.index_k_layer_id_mapping), dtype=_dtype(keys.dtype), dims=(keys.head_dim,))
+
+
+def _compressed(pool: Any) -> CompressedFacts | None:
+    layers = tuple(pool.full_attention_layer_id_mapping)
+    if not layers:
+        return None
+    return CompressedFacts(
+        layers=layers,
+        dim=pool.qsa_index_kv_heads * pool.qsa_index_head_dim,
+        ratio=pool.qsa_compress_ratio,
+        dtype=_dtype(pool.qsa_compressed_dtype),
+        ring_dtype=_dtype(pool.index_state_dtype),
+    )
 
 
 def _dtype(dtype: Any) -> str:

@@ -10,8 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from disagg.core.errors import LocalProtocolError
 from disagg.integrations.adapters import Adapters
 from disagg.integrations.handoff import prompt_digest
 
@@ -70,6 +72,18 @@ def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
         embeddings=request.input_embeds,
         replaced=getattr(request, "positional_embed_overrides", None),
     )
+
+
+def check_tokens(request: Any, vocabulary: int) -> None:
+    """Raise `LocalProtocolError` for token ids that the model does not have: the scheduler would end over them.
+
+    In a request with images or other items, their places have ids that SGLang makes from hashes.
+    """
+    if request.multimodal_inputs is not None or request.input_embeds is not None:
+        return
+    ids = np.asarray(request.origin_input_ids)
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
+        raise LocalProtocolError(f"input_ids: expected 0 to {vocabulary - 1}, found {ids.min()} to {ids.max()}")
 
 
 def _rows_digest(rows: Any) -> str:

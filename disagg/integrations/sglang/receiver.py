@@ -66,7 +66,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, self.prompt.num_tokens
         try:
             rows = full_pages(np.asarray(kv_indices), prefix, facts=mgr.facts)
-            rows |= state_rows(kinds, state_indices, num_tokens=num_tokens, page_size=page_size, facts=mgr.facts)
+            rows |= state_rows(kinds, state_indices, num_tokens=num_tokens, prefix=prefix, page_size=page_size, facts=mgr.facts)
             self.handle = mgr.transfers.receiver(
                 request_id(self.bootstrap_room),
                 peer=self.prefill.name,

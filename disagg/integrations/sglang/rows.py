@@ -13,7 +13,7 @@ import numpy as np
 
 from disagg.core.errors import LayoutError, LocalProtocolError
 from disagg.core.rows import Pages, Rows, Slot, TokenRange
-from disagg.integrations.sglang.facts import Facts
+from disagg.integrations.sglang.facts import Facts, IndexFacts, draft_name
 from disagg.state.window import ring_rows
 
 
@@ -38,9 +38,10 @@ def to_the_end(ids: Any, num_tokens: int, *, page_size: int) -> Pages:
 
 
 def state_rows(
-    kinds: Sequence[Any], lists: Sequence[Any] | None, *, num_tokens: int, page_size: int, facts: Facts
+    kinds: Sequence[Any], lists: Sequence[Any] | None, *, num_tokens: int, prefix: int = 0, page_size: int, facts: Facts
 ) -> dict[str, Rows]:
-    """The rows of one request's state, by component, from one list for each of `kinds`.
+    """The rows of one request's state, by component, from one list for each of `kinds`. Decode has the first `prefix` tokens:
+    some lists have pages for them, which other requests may share.
 
     Raises `LayoutError` if a list is missing, or cannot belong to a request of `num_tokens` tokens.
     """
@@ -51,20 +52,51 @@ def state_rows(
         name = str(getattr(kind, "value", kind))
         if listed is None:
             raise LayoutError(f"state list of {name!r}: expected indices, found none")
-        if name == "mamba":
-            rows["ssm"] = Slot(int(np.asarray(listed).reshape(-1)[0]))
-        elif name == "swa":
-            rows["window"] = to_the_end(listed, num_tokens, page_size=page_size)
+        if name == "dsa_tail":
+            slot = int(listed[0]) if len(listed) else 0
+            for tail, index in _tails(facts).items():
+                need = num_tokens - num_tokens % index.tokens_per_key, num_tokens
+                rows[tail] = ring_rows(slot, need=need, stride=index.tail)
         elif name == "swa_ring":
             rows["ring"] = to_the_end(listed, num_tokens, page_size=1)
-        elif name == "dsa":
-            rows["index"] = to_the_end(listed, num_tokens, page_size=page_size)
-            if facts.draft_index is not None:
-                rows["draft_index"] = rows["index"]
-        elif name == "dsa_tail" and facts.index is not None:
-            need = num_tokens - num_tokens % facts.index.tokens_per_key, num_tokens
-            rows["index_tail"] = ring_rows(int(listed[0]) if len(listed) else 0, need=need, stride=facts.index.tail)
+        elif name in _SLOTS:
+            rows |= dict.fromkeys(_components(name, facts), Slot(int(np.asarray(listed).reshape(-1)[0])))
+        elif names := _components(name, facts):
+            pages = to_the_end(listed, num_tokens, page_size=page_size)
+            rows |= dict.fromkeys(names, _without(pages, prefix, page_size=page_size))
     return rows
+
+
+_SLOTS = ("mamba", "qsa_pending")
+_COMPONENTS = {
+    "mamba": ("ssm",),
+    "swa": ("window",),
+    "dsa": ("index",),
+    "block_scale": ("kv_scales",),
+    "block_scale_swa": ("window_scales",),
+    "minimax_index_k": ("index_k",),
+    "minimax_dense_kv": (),  # these layers are in the pages of full attention, too
+    "qsa_compressed": ("compressed",),
+    "qsa_pending": ("pending", "positions"),
+}
+"""The components of the model for each of SGLang's kinds of state."""
+
+
+def _components(kind: str, facts: Facts) -> list[str]:
+    """The components of a kind of state, of the model and of its draft runners."""
+    found = list(_COMPONENTS[kind])
+    for number, draft in enumerate(facts.drafts):
+        has = {
+            "swa": draft.window_kv is not None and not draft.has_full_ids,
+            "block_scale": bool(draft.scale_buffers),
+            "block_scale_swa": bool(draft.window_scale_buffers),
+            "dsa": draft.index is not None,
+            "qsa_compressed": draft.compressed is not None,
+            "qsa_pending": draft.compressed is not None,
+        }
+        if has.get(kind):
+            found += [draft_name(number, name.removeprefix("kv_")) for name in _COMPONENTS[kind]]
+    return found
 
 
 def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Facts) -> dict[str, TokenRange]:
@@ -72,19 +104,25 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
     found: dict[str, TokenRange] = {}
     is_partial = facts.by_layer and not facts.reuses_pages
     windows = {facts.kv_name(layer): window for layer, window in facts.windows.items()} if is_partial else {}
+    for number, draft in enumerate(facts.drafts):
+        if draft.window is not None and not (draft.has_full_ids and facts.reuses_pages):
+            windows[draft_name(number, "window")] = draft.window
+    tails, scales = _tails(facts), _scales(facts)
     for name, each in rows.items():
         if isinstance(each, Slot):
             continue
-        start = max(prefix, each.first_token)
-        if name == "window" and facts.window is not None:
+        start, stop = max(prefix, each.first_token), num_tokens
+        if name in ("window", "window_scales") and facts.window is not None:
             start = max(start, num_tokens - facts.window)
         elif name in windows:
             start = max(start, num_tokens - windows[name])
         elif name == "ring":
             start = each.first_token  # a ring is never a prefix
-        elif name == "index_tail" and facts.index is not None:
-            start = num_tokens - num_tokens % facts.index.tokens_per_key
-        found[name] = (min(start, num_tokens), num_tokens)
+        elif name in tails:
+            start = num_tokens - num_tokens % tails[name].tokens_per_key
+        if name in scales:  # a block counts whole, as soon as it has one token
+            start, stop = start // scales[name] * scales[name], -(-stop // scales[name]) * scales[name]
+        found[name] = (min(start, stop), stop)
     return found
 
 
@@ -92,4 +130,28 @@ def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
     """The pages of full attention from `first_token` on: the model's, and those of its draft layers, which share the ids."""
     pages = Pages(np.asarray(ids).reshape(-1), first_token=first_token)
     names = [facts.kv_name(layer) for layer in facts.kv.layers] if facts.kv is not None else []
-    return dict.fromkeys(names + ["draft"] * bool(facts.draft is not None and facts.draft.layers), pages)
+    for number, draft in enumerate(facts.drafts):
+        names += [draft_name(number)] * (draft.kv is not None)
+        names += [draft_name(number, "window")] * (draft.window_kv is not None and draft.has_full_ids)
+    return dict.fromkeys(names, pages)
+
+
+def _without(pages: Pages, num_tokens: int, *, page_size: int) -> Pages:
+    """The pages that come after the first `num_tokens` tokens."""
+    num = max(num_tokens - pages.first_token, 0) // page_size
+    return Pages(pages.ids[num:], first_token=pages.first_token + num * page_size)
+
+
+def _scales(facts: Facts) -> dict[str, int]:
+    """The components of block scales, and how many tokens a block has."""
+    found = {"kv_scales": facts.kv, "window_scales": facts.window_kv}
+    for number, draft in enumerate(facts.drafts):
+        found |= {draft_name(number, "scales"): draft.kv, draft_name(number, "window_scales"): draft.window_kv}
+    return {name: pages.scales.granule for name, pages in found.items() if pages is not None and pages.scales is not None}
+
+
+def _tails(facts: Facts) -> dict[str, IndexFacts]:
+    """The index keys that have rings of tokens without a key, by the names of these rings."""
+    draft = facts.drafts[0].index if facts.drafts else None
+    found = {"index_tail": facts.index, draft_name(0, "index_tail"): draft}
+    return {name: index for name, index in found.items() if index is not None and index.tail}

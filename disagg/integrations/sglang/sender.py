@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -28,6 +29,7 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
     handle: Sender | None = None
     prompt: Prompt
     _early_send_wait_event: Any
+    _transfer_start_time: float | None
 
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
@@ -92,6 +94,8 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         mgr, start = self.kv_mgr, self.next_token
         stop = self.next_token = start + (len(kv_indices) * mgr.kv_args.page_size if num_kv_tokens is None else num_kv_tokens)
         ready, self._early_send_wait_event = self._early_send_wait_event, None
+        if self._transfer_start_time is None:
+            self._transfer_start_time = time.perf_counter()
         try:
             rows = full_pages(np.asarray(kv_indices), start, facts=mgr.facts)
             if rows and start < stop:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg import Topology
-from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts
+from disagg.integrations.sglang.facts import Buffer, DraftFacts, Facts, IndexFacts, PageFacts, RingFacts, SlotFacts
 from disagg.state.declare import Block
 
 Array = npt.NDArray[Any]
@@ -28,6 +28,10 @@ class Model:
     heads: int | None = 4  # None: latents
     dims: tuple[int, ...] = (8, 8)
     draft_layers: tuple[int, ...] = ()
+    draft_heads: int | None = 4  # None: latents
+    draft_dims: tuple[int, ...] = (8, 8)
+    draft_window_layers: tuple[int, ...] = ()  # of one KV head
+    draft_index_layers: tuple[int, ...] = ()
     window_layers: tuple[int, ...] = ()
     window_heads: int = 4
     window: int = 24
@@ -48,6 +52,16 @@ class Model:
         sizes = [low + (stage >= topology.pp - more) for stage in range(topology.pp)]
         start = sum(sizes[: topology.pp_rank])
         return tuple(layer for layer in layers if start <= layer < start + sizes[topology.pp_rank])
+
+    def paged(self, topology: Topology) -> tuple[tuple[str, tuple[int, ...], int | None, tuple[int, ...]], ...]:
+        """The components with pages of tokens: name, layers of this stage, KV heads and sizes. A draft is on the last stage."""
+        drafts = (self.draft_layers, self.draft_window_layers) if topology.pp_rank == topology.pp - 1 else ((), ())
+        return (
+            ("kv", self.stage(self.layers, topology), self.heads, self.dims),
+            ("draft", drafts[0], self.draft_heads, self.draft_dims),
+            ("window", self.stage(self.window_layers, topology), self.window_heads, self.dims),
+            ("draft_window", drafts[1], 1, self.draft_dims),
+        )
 
     @property
     def all_layers(self) -> tuple[int, ...]:
@@ -74,34 +88,29 @@ def channels(blocks: tuple[Block, ...], topology: Topology) -> Array:
 
 
 def contents(model: Model, seed: int, num_tokens: int) -> dict[tuple[str, int, str], Array]:
-    """A request's state, undivided, by component, layer and role."""
-    random = np.random.default_rng(seed)
+    """A request's state, undivided, by component, layer and role. That of a component is the same in every model."""
     found: dict[tuple[str, int, str], Array] = {}
 
-    def put(component: str, layers: tuple[int, ...], role: str, shape: tuple[int, ...]) -> None:
+    def put(component: str, layers: tuple[int, ...], role: str, shape: tuple[int, ...], dtype: type = np.float32) -> None:
         for layer in layers:
-            found[component, layer, role] = random.standard_normal(shape).astype(np.float32)
+            random = np.random.default_rng([seed, layer, *component.encode(), *role.encode()])
+            values = random.standard_normal(shape) if dtype is np.float32 else random.integers(1, 255, shape)
+            found[component, layer, role] = values.astype(dtype)
 
-    for component, layers, heads in (
-        ("kv", model.layers, model.heads),
-        ("draft", model.draft_layers, model.heads),
-        ("window", model.window_layers, model.window_heads),
-    ):
-        for role, dim in zip(("latent",) if heads is None else ("k", "v"), model.dims, strict=False):
+    for component, layers, heads, dims in model.paged(Topology()):
+        for role, dim in zip(("latent",) if heads is None else ("k", "v"), dims, strict=False):
             put(component, layers, role, (num_tokens, dim) if heads is None else (num_tokens, heads, dim))
     if model.slot_layers:
         sizes = {"channel": sum(block.size for block in model.conv_blocks), "width": 3}
         put("ssm", model.slot_layers, "conv", (sizes[model.conv_axes[0]], sizes[model.conv_axes[1]]))
         put("ssm", model.slot_layers, "temporal", model.temporal)
-    for layer in model.index_layers:
+    for index, layers in (("index", model.index_layers), ("draft_index", model.draft_index_layers)):
         keys = num_tokens // model.tokens_per_key
-        found["index", layer, "key"] = random.integers(1, 255, (keys, 128), dtype=np.uint8)
-        found["index", layer, "scale"] = random.integers(1, 255, (keys, 4), dtype=np.uint8)
-        if model.tail:
-            found["index_tail", layer, "key"] = random.integers(1, 255, (num_tokens, 256), dtype=np.uint8)
-            found["index_tail", layer, "score"] = random.integers(1, 255, (num_tokens, 256), dtype=np.uint8)
-    for layer in model.ring_layers:
-        found["ring", layer, "row"] = random.integers(1, 255, (num_tokens, 48), dtype=np.uint8)
+        put(index, layers, "key", (keys, 128), np.uint8)
+        put(index, layers, "scale", (keys, 4), np.uint8)
+        for role in ("key", "score") if model.tail else ():
+            put(f"{index}_tail", layers, role, (num_tokens, 256), np.uint8)
+    put("ring", model.ring_layers, "row", (num_tokens, 48), np.uint8)
     return found
 
 
@@ -129,28 +138,25 @@ class Memory:
 
     def __post_init__(self) -> None:
         model, rank = self.model, self.topology
-        for component, layers, heads in (
-            ("kv", model.stage(model.layers, rank), model.heads),
-            ("draft", model.draft_layers, model.heads),
-            ("window", model.stage(model.window_layers, rank), model.window_heads),
-        ):
+        for component, layers, heads, dims in model.paged(rank):
             for layer in layers:
                 if heads is None:
-                    self._add(component, layer, "latent", (self.num_pages * self.page_size, model.dims[0]))
+                    self._add(component, layer, "latent", (self.num_pages * self.page_size, dims[0]))
                     continue
                 local = len(range(*share(heads, rank).indices(heads)))
-                for role, dim in zip("kv", model.dims, strict=True):
+                for role, dim in zip("kv", dims, strict=True):
                     self._add(component, layer, role, (self.num_pages * self.page_size, local, dim))
         for layer in model.stage(model.slot_layers, rank):
             sizes = {"channel": len(channels(model.conv_blocks, rank)), "width": 3}
             self._add("ssm", layer, "conv", (self.num_slots, sizes[model.conv_axes[0]], sizes[model.conv_axes[1]]))
             heads, *rest = model.temporal
             self._add("ssm", layer, "temporal", (self.num_slots, heads // rank.tp, *rest))
-        for layer in model.stage(model.index_layers, rank):
-            keys = self.page_size // model.tokens_per_key
-            self._add("index", layer, "page", (self.num_pages, keys * 132), np.uint8)
-            for role in ("key", "score") if model.tail else ():
-                self._add("index_tail", layer, role, (self.num_slots, model.tail, 256), np.uint8)
+        for index, layers in (("index", model.stage(model.index_layers, rank)), ("draft_index", model.draft_index_layers)):
+            for layer in layers:
+                keys = self.page_size // model.tokens_per_key
+                self._add(index, layer, "page", (self.num_pages, keys * 132), np.uint8)
+                for role in ("key", "score") if model.tail else ():
+                    self._add(f"{index}_tail", layer, role, (self.num_slots, model.tail, 256), np.uint8)
         for layer in model.stage(model.ring_layers, rank):
             self._add("ring", layer, "row", (self.num_slots * model.ring, 48), np.uint8)
 
@@ -163,8 +169,23 @@ class Memory:
         """The facts of this rank."""
         model, rank = self.model, self.topology
 
-        def pages(layers: tuple[int, ...], heads: int | None) -> PageFacts | None:
-            return PageFacts(layers=layers, dtype="float32", dims=model.dims, num_kv_heads=heads) if layers else None
+        def index_facts(layers: tuple[int, ...]) -> IndexFacts | None:
+            if not layers:
+                return None
+            return IndexFacts(layers=layers, key_dim=128, tokens_per_key=model.tokens_per_key, tail=model.tail)
+
+        pages = {
+            name: PageFacts(layers=layers, dtype="float32", dims=dims, num_kv_heads=heads) if layers else None
+            for name, layers, heads, dims in model.paged(rank)
+        }
+        draft = DraftFacts(
+            kv=pages["draft"],
+            buffers=self._pages_of("draft"),
+            window_kv=pages["draft_window"],
+            window_buffers=self._pages_of("draft_window"),
+            window=model.window,
+            index=index_facts(model.draft_index_layers),
+        )
 
         slots = []
         for role in ("conv", "temporal"):
@@ -179,20 +200,17 @@ class Memory:
                     slots.append(SlotFacts(role=role, layer=layer, axes=("head", "row", "column"), dtype="float32",
                                            shape=(heads // rank.tp, *rest), sharded="head",
                                            blocks=(Block(heads, 1),)))  # fmt: skip
-        index = model.stage(model.index_layers, rank)
         ring = model.stage(model.ring_layers, rank)
         return Facts(
             topology=rank,
-            kv=pages(model.stage(model.layers, rank), model.heads),
-            draft=pages(model.draft_layers, model.heads),
-            window_kv=pages(model.stage(model.window_layers, rank), model.window_heads),
+            kv=pages["kv"],
+            drafts=(draft,) if draft.kv or draft.window_kv else (),
+            window_kv=pages["window"],
             window=model.window,
             windows=dict.fromkeys(model.windows, model.window),
             by_layer=bool(model.windows),
             slots=tuple(slots),
-            index=IndexFacts(layers=index, key_dim=128, tokens_per_key=model.tokens_per_key, tail=model.tail)
-            if index
-            else None,
+            index=index_facts(model.stage(model.index_layers, rank)),
             ring=RingFacts(layers=ring, row_nbytes=48) if ring else None,
         )
 
@@ -203,8 +221,15 @@ class Memory:
 
     def kv_args(self, **changes: Any) -> SimpleNamespace:
         """`KVArgs` over these pools: K of all layers, then V, then draft layers; states in SGLang's order."""
-        kv = self._buffers("kv", "latent") + self._buffers("kv", "k") + self._buffers("kv", "v")
-        draft = self._buffers("draft", "latent") + self._buffers("draft", "k") + self._buffers("draft", "v")
+        kv, draft, index, tails = (
+            [buffer for name in names for role in roles for buffer in self._buffers(name, role)]
+            for names, roles in (
+                (("kv",), ("latent", "k", "v")),
+                (("draft",), ("latent", "k", "v")),
+                (("index", "draft_index"), ("page",)),
+                (("index_tail", "draft_index_tail"), ("key", "score")),
+            )
+        )
         args = SimpleNamespace(
             page_size=self.page_size,
             kv_data_ptrs=[b.ctypes.data for b in kv + draft],
@@ -217,8 +242,8 @@ class Memory:
             ("swa", self._buffers("window", "k") + self._buffers("window", "v"), self.page_size),
             ("swa_ring", self._buffers("ring", "row"), 1),
             ("mamba", self._buffers("ssm", "conv") + self._buffers("ssm", "temporal"), 1),
-            ("dsa", self._buffers("index", "page"), 1),
-            ("dsa_tail", self._buffers("index_tail", "key") + self._buffers("index_tail", "score"), 1),
+            ("dsa", index, 1),
+            ("dsa_tail", tails, 1),
         ):
             if buffers:
                 args.state_types.append(kind)
@@ -230,6 +255,11 @@ class Memory:
 
     def _buffers(self, component: str, role: str) -> list[Array]:
         return [buffer for (name, _, each), buffer in self.buffers.items() if (name, each) == (component, role)]
+
+    def _pages_of(self, component: str) -> tuple[Buffer, ...]:
+        """The buffers of a component with pages of tokens, as a pool of SGLang lists them."""
+        found = [buffer for role in ("latent", "k", "v") for buffer in self._buffers(component, role)]
+        return tuple(Buffer(b.ctypes.data, b.nbytes, b[0].nbytes * self.page_size) for b in found)
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
@@ -244,13 +274,17 @@ class Memory:
         for kind in self.kv_args().state_types:
             if kind == "mamba":
                 found.append([np.array(request.slot)])
-            elif kind == "swa":
+            elif kind in ("swa", "block_scale_swa"):
                 start = max(request.prefix, n - model.window) // size
                 found.append(request.window_pages[start : -(-n // size)].astype(np.int32))
             elif kind == "swa_ring":
                 positions = np.arange(max(0, n - model.window), n)
                 found.append((request.slot * model.ring + positions % model.ring).astype(np.int32))
-            elif kind == "dsa":
+            elif kind in ("block_scale", "qsa_compressed", "minimax_dense_kv"):
+                found.append(request.pages[: -(-n // size)].astype(np.int32))
+            elif kind == "qsa_pending":
+                found.append(np.array([request.slot], np.int32))
+            elif kind in ("dsa", "minimax_index_k"):
                 found.append(request.pages[request.prefix // size : -(-n // size)].astype(np.int32))
             else:
                 live = n % model.tokens_per_key
@@ -273,26 +307,27 @@ class Memory:
                     part = np.take(part, channels(model.conv_blocks, rank), axis=model.conv_axes.index("channel"))
                 found.append((name, part, buffer, (request.slot,)))
                 continue
+            kind = component.removeprefix("draft_")
             start = {"window": max(request.prefix, n - model.window), "ring": max(0, n - model.window),
-                     "index_tail": n - n % model.tokens_per_key}.get(component, request.prefix)  # fmt: skip
+                     "index_tail": n - n % model.tokens_per_key}.get(kind, request.prefix)  # fmt: skip
             if component == "kv" and layer in model.windows:
                 start = max(request.prefix, n - model.window)
             tokens = np.arange(start, n)
-            if component == "index":
+            if kind == "index":
                 keys = np.arange(request.prefix // model.tokens_per_key, n // model.tokens_per_key)
                 per_page = self.page_size // model.tokens_per_key
                 page, at = request.pages[keys // per_page], keys % per_page
                 for half, first, width in (("key", 0, 128), ("scale", per_page * 128, 4)):
                     columns = first + at[:, None] * width + np.arange(width)
                     found.append((f"{name} {half}", whole[component, layer, half][keys], buffer, (page[:, None], columns)))
-            elif component == "index_tail":
+            elif kind == "index_tail":
                 found.append((name, whole[component, layer, role][tokens], buffer, (request.slot, tokens % model.tail)))
             elif component == "ring":
                 found.append((name, whole[component, layer, role][tokens], buffer,
                               (request.slot * model.ring + tokens % model.ring,)))  # fmt: skip
             else:
-                pages = request.window_pages if component == "window" else request.pages
-                heads = model.window_heads if component == "window" else model.heads
+                pages = request.window_pages if kind == "window" else request.pages
+                heads = {name: heads for name, _, heads, _ in model.paged(rank)}[component]
                 part = whole[component, layer, role][tokens]
                 if heads is not None:
                     part = part[:, share(heads, rank)]

@@ -159,6 +159,17 @@ class RankProcess:
                 self.free_aux.append(self.releasing.pop(room).aux)
                 say(room=room, released=True)
 
+    def switch(self, bootstrap_port: int) -> str:
+        """Take the other role, as an idle server of SGLang does: the manager is torn down, and another is built."""
+        self.manager.teardown()
+        self.role = "decode" if self.role == "prefill" else "prefill"
+        self.folder, self.bootstrap = self.folder / str(bootstrap_port), f"{HOST}:{bootstrap_port}"
+        _replace_context(self.topology, self.folder / self.role, bootstrap_port)
+        if self.role == "prefill" and self.topology.rank == 0:
+            self.server = conn.CommonKVBootstrapServer(HOST, bootstrap_port)
+        self.manager = self.build(DisaggregationMode(self.role))
+        return str(self.manager.leader)
+
     # -- prefill -----------------------------------------------------------------------------------------------------
 
     def prefill(

@@ -31,6 +31,10 @@ MODELS = {
     "heads": Model(dims=(8, 4)),
     "latents": Model(heads=None, dims=(24,)),
     "draft": Model(draft_layers=(0,)),
+    "draft with fewer heads": Model(draft_layers=(0, 1), draft_heads=1, draft_dims=(4, 8)),
+    "draft of heads beside latents": Model(heads=None, dims=(24,), draft_layers=(0,)),
+    "draft of latents beside heads": Model(draft_layers=(0,), draft_heads=None, draft_dims=(24,)),
+    "draft with windows": Model(window_layers=(3,), draft_layers=(0,), draft_window_layers=(1, 2)),
     "window": Model(layers=(0,), window_layers=(1, 2), window_heads=2),
     "window in whole pages": Model(windows=(0, 2)),
     "ring": Model(heads=None, dims=(24,), ring_layers=(0, 1)),
@@ -39,6 +43,7 @@ MODELS = {
     "mamba2": MAMBA2,
     "kda": KDA,
     "index": DSA,
+    "index with a draft": replace(DSA, draft_layers=(0, 1), draft_heads=None, draft_dims=(24,), draft_index_layers=(0,)),
 }
 
 
@@ -71,8 +76,8 @@ def copy(sources: Sequence[Memory], destinations: Sequence[Memory], at: Sequence
             )
             rows = [
                 full_pages(m.kv_list(r, r.prefix, r.num_tokens), r.prefix, facts=m.facts())
-                | state_rows(m.kv_args().state_types, m.state_lists(r), num_tokens=r.num_tokens, page_size=m.page_size,
-                             facts=m.facts())
+                | state_rows(m.kv_args().state_types, m.state_lists(r), num_tokens=r.num_tokens, prefix=r.prefix,
+                             page_size=m.page_size, facts=m.facts())
                 for m, r in ((source, here), (destination, there))
             ]  # fmt: skip
             need = needs(rows[1], num_tokens=there.num_tokens, prefix=there.prefix, facts=destination.facts())
@@ -87,7 +92,7 @@ def copy(sources: Sequence[Memory], destinations: Sequence[Memory], at: Sequence
 def test_every_byte_of_a_request(name: str, tp: tuple[int, int]) -> None:
     sources, destinations = (
         [Memory(MODELS[name], Topology(tp=size, tp_rank=r), page_size=page) for r in range(size)]
-        for size, page in zip(tp, (16, 32 if name != "index" else 16), strict=True)
+        for size, page in zip(tp, (16, 16 if name.startswith("index") else 32), strict=True)
     )
     for num_tokens, prefix in ((1, 0), (64, 0), (117, 0), (117, 64)):
         at = [request(m, num_tokens, seed=1, prefix=prefix) for m in sources]
@@ -135,22 +140,56 @@ def test_pages_that_later_requests_use_are_needed_whole() -> None:
     assert set(found[1].values()) == {(16, 100)}
 
 
-def test_draft_layers_on_one_side_only() -> None:
-    source = Memory(MODELS["draft"], Topology())
-    destination = Memory(replace(MODELS["draft"], draft_layers=()), Topology())
-    at, to = request(source, 40, seed=1), request(destination, 40, seed=2)
+@pytest.mark.parametrize("has_draft", [(True, False), (False, True)], ids=["on prefill", "on decode"])
+@pytest.mark.parametrize("name", [name for name in MODELS if "draft" in name])
+def test_draft_layers_on_one_side_only(name: str, has_draft: tuple[bool, bool]) -> None:
+    """The model's own state moves. A draft on decode keeps what it has."""
+    model = MODELS[name]
+    alone = replace(model, draft_layers=(), draft_window_layers=(), draft_index_layers=())
+    source, destination = (Memory(model if each else alone, Topology()) for each in has_draft)
+    at, to = request(source, 42, seed=1), request(destination, 42, seed=2)
     source.fill(at, seed=5)
     copy([source], [destination], [at], [to])
+    drafts = [key for key in destination.buffers if key[0].startswith("draft")]
+    assert {each.split()[0] for each in destination.differences(to, seed=5)} == {component for component, _, _ in drafts}
+    assert not any(destination.buffers[key].any() for key in drafts)
+
+
+def test_every_draft_runner_has_components_of_its_own() -> None:
+    """With multi-layer EAGLE each step has a runner. Some pools of sliding layers have the page ids of full attention."""
+    memory = Memory(MODELS["draft with windows"], Topology())
+    other = Memory(MODELS["draft with windows"], Topology()).facts().drafts[0]
+    facts = memory.facts()
+    facts = replace(facts, drafts=(*facts.drafts, replace(other, has_full_ids=True)))
+    names = [part.name for part in components(memory.kv_args(), facts)]
+    assert names == ["kv", "draft", "draft_window", "draft.1", "draft_window.1", "window"]
+    rows = full_pages(range(7), 0, facts=facts)
+    rows |= state_rows(["swa"], [[3, 4]], num_tokens=100, page_size=16, facts=facts)
+    assert set(rows) == set(names)
+    assert rows["draft_window"] is rows["window"]
+    assert rows["draft_window.1"] is rows["kv"]
+    for reuses, first in ((False, 76), (True, 0)):
+        found = needs(rows, num_tokens=100, prefix=0, facts=replace(facts, reuses_pages=reuses))
+        assert (found["draft.1"], found["draft_window"], found["draft_window.1"]) == ((0, 100), (80, 100), (first, 100))
+
+
+def test_a_draft_on_the_last_pipeline_stage() -> None:
+    model = replace(MODELS["draft"], layers=(0, 1, 2, 3))
+    sources, destination = [Memory(model, Topology(pp=2, pp_rank=stage)) for stage in range(2)], Memory(model, Topology())
+    at, to = [request(m, 100, seed=1) for m in sources], request(destination, 100, seed=2)
+    for memory, each in zip(sources, at, strict=True):
+        memory.fill(each, seed=5)
+    copy(sources, [destination], at, [to])
     assert destination.differences(to, seed=5) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"state_types": ["minimax_index_k"]}, r"state_types\[0\]: expected one each of mamba, .* found 'minimax_index_k'"),
+        ({"state_types": ["c128_state"]}, r"state_types\[0\]: expected one each of mamba, .* found 'c128_state'"),
         ({"state_types": ["dsa", "dsa"]}, r"state_types\[1\]: .* found 'dsa'"),
         ({"kv_item_lens": [1024] * 6}, r"kv_item_lens\[0\]: expected 2048 bytes a row, found 1024"),
-        ({"num_draft_entries": 2}, r"component 'kv': expected 6 buffers in KVArgs, found 4"),
+        ({"num_draft_entries": 2}, r"component 'draft': expected 0 buffers in KVArgs, found 2"),
         ({"state_types": ["swa"]}, r"component 'window': expected 0 buffers in KVArgs, found 6"),
     ],
 )

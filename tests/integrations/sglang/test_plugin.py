@@ -17,6 +17,8 @@ from disagg import ConfigError
 from disagg.integrations.sglang import TESTED, plugin
 from disagg.integrations.sglang.sender import DisaggKVSender
 
+DEFAULT_APP = "sglang.srt.entrypoints.http_server"
+
 
 def test_importing_disagg_imports_no_engine() -> None:
     code = "import disagg, disagg.integrations.sglang, sys; sys.exit('sglang' in sys.modules or 'torch' in sys.modules)"
@@ -35,6 +37,20 @@ def test_the_entry_point_registers_the_backend() -> None:
     assert utils.get_kv_class(backend, utils.KVClassType.BOOTSTRAP_SERVER) is CommonKVBootstrapServer
     fake = utils.get_kv_class(utils.TransferBackend.FAKE, utils.KVClassType.SENDER)
     assert fake.__name__ == "FakeKVSender"  # others are as they were
+
+
+@pytest.mark.parametrize(("application", "is_known"), [("disagg.integrations.sglang.workers", 1), (DEFAULT_APP, 0)])
+def test_tokenizer_workers_know_the_backend(application: str, is_known: int) -> None:
+    """In a process of `--tokenizer-worker-num`, which imports an application and loads no plug-ins."""
+    code = f"""
+from {application} import app
+from sglang.srt.disaggregation.utils import TransferBackend
+from sglang.srt.entrypoints import http_server
+assert app is http_server.app
+print(sum(each.value == "disagg" for each in TransferBackend._value2member_map_.values()))
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(found.stdout.split()[-1]) == is_known
 
 
 def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ import itertools
 import json
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from disagg import LocalProtocolError
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.sglang.prompts import Prompt, prompt_of
+from disagg.integrations.sglang.prompts import Prompt, check_tokens, prompt_of
 
 TOKENS = array("q", range(40))
 
@@ -79,3 +82,12 @@ def test_a_retracted_request_is_computed_again_with_its_output() -> None:
     request.output_ids.extend(TOKENS[30:])
     request.pd_rebootstrap_in_progress = True
     assert prompt_of(request, Adapters(), {}).digest(40) == prompt().digest(40)
+
+
+@pytest.mark.parametrize(("ids", "is_refused"), [([0, 9], False), ([10], True), ([-1], True), ([], False)])
+def test_token_ids_that_the_model_does_not_have(ids: list[int], is_refused: bool) -> None:
+    """The scheduler would end over them. Ids that SGLang makes for images are larger than its vocabulary."""
+    request = SimpleNamespace(origin_input_ids=array("q", ids), multimodal_inputs=None, input_embeds=None)
+    with pytest.raises(LocalProtocolError, match="input_ids: expected 0 to 9, found") if is_refused else nullcontext():
+        check_tokens(request, 10)
+    check_tokens(SimpleNamespace(**{**vars(request), "multimodal_inputs": object()}), 10)

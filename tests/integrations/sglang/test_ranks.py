@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg import Topology
 from disagg.integrations.sglang.manager import DisaggKVManager
+from harness.ports import free_ports
 from tests.integrations.sglang.memory import Model
 from tests.integrations.sglang.pair import ROOMS, running
 from tests.integrations.sglang.ranks import Rank, RankProcess
@@ -38,6 +39,9 @@ CASES = {
     "index keys and tails": (MODELS["index"], 1, 1, (16, 16)),
     "ring": (MODELS["ring"], 1, 1, (16, 16)),
     "draft": (MODELS["draft"], 1, 1, (16, 16)),
+    "draft of heads beside latents 2 to 1": (MODELS["draft of heads beside latents"], 2, 1, (16, 16)),
+    "draft with windows 1 to 2": (MODELS["draft with windows"], 1, 2, (16, 16)),
+    "index keys and tails with a draft": (MODELS["index with a draft"], 1, 1, (16, 16)),
 }
 
 
@@ -127,6 +131,23 @@ def test_context_parallelism(tmp_path: Path) -> None:
         nbytes = [rank.ask("nbytes") for rank in pair.prefill]
         assert min(nbytes) > 0
         assert sum(nbytes) == (117 + 300 - 64) * NBYTES_PER_TOKEN
+
+
+def test_instances_change_roles(tmp_path: Path) -> None:
+    """And change back. Each role has a bootstrap server of its own."""
+    with running(tmp_path, MODELS["draft"], Topology(tp=2), Topology()) as pair:
+        pair.expect(pair.begin(117))
+        for _ in range(2):
+            (port,) = free_ports(1)
+            for rank in pair.ranks:
+                rank.call("switch", port)
+                rank.role = "decode" if rank.role == "prefill" else "prefill"
+            leaders = {rank.role: rank.wait(switch=...)["switch"] for rank in pair.ranks}
+            assert set(leaders.values()).isdisjoint(pair.leaders.values())  # other ports
+            pair.leaders = leaders
+            pair.prefill, pair.decode = pair.decode, pair.prefill
+            for room in [pair.begin(117), pair.begin(300, chunks=(128, 256))]:
+                pair.expect(room)
 
 
 def test_a_chunk_that_is_sent_early_is_read_when_its_event_has_passed(tmp_path: Path) -> None:

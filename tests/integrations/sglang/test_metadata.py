@@ -1,0 +1,70 @@
+"""SGLang's own metadata buffers: what a draft model on one side, or on both, gets from prefill."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.disaggregation.utils import MetadataBuffers as SGLangBuffers
+
+from disagg import RemoteProtocolError
+from disagg.integrations.sglang.payload import MetadataBuffers
+
+SEED = 8
+"""The width of the sparse top-k that GLM-5 hands to its MTP layer."""
+HIDDEN = 32
+
+
+def buffers(hidden_size: int) -> SGLangBuffers:
+    return SGLangBuffers(4, hidden_size, torch.float32, 16, output_dsa_topk_indices_dim=SEED)
+
+
+def rows(given: SGLangBuffers, *, unread: tuple[int, ...] = ()) -> MetadataBuffers:
+    pointers, _, row_nbytes = given.get_buf_infos()
+    return MetadataBuffers(pointers, row_nbytes, unread)
+
+
+def prefilled(*, seed: list[int] | None, has_draft: bool = True) -> SGLangBuffers:
+    """Prefill's buffers, of which SGLang has filled the second row."""
+    found = buffers(HIDDEN if has_draft else 16)
+    request: Any = SimpleNamespace(
+        metadata_buffer_index=1, output_ids=[5], cached_tokens=0, cached_tokens_device=0, cached_tokens_host=0,
+        cached_tokens_storage=0, get_mm_token_counts=lambda: (0, 0, 0), return_logprob=False, return_sampling_mask=False,
+        hidden_states_tensor=torch.arange(HIDDEN, dtype=torch.float32) if has_draft else None,
+        output_topk_p=torch.tensor([0.25]), output_topk_index=torch.tensor([7]), bootstrap_room=9,
+        output_dsa_topk_indices=None if seed is None else torch.tensor(seed, dtype=torch.int32),
+    )  # fmt: skip
+    found.set_buf(request)
+    return found
+
+
+@pytest.mark.parametrize("seed", [[3, 1, 0, 0, -1, -1, -1, -1], None])
+def test_a_draft_gets_hidden_states_and_the_seed(seed: list[int] | None) -> None:
+    source, destination = prefilled(seed=seed), buffers(HIDDEN)
+    for array in (destination.output_dsa_topk_indices, destination.output_hidden_states, destination.output_topk_index):
+        array[2] = 99  # an earlier request's
+    rows(destination).write(2, rows(source).read(1))
+    for ours, theirs in zip(source.get_buf(1), destination.get_buf(2), strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    assert destination.output_dsa_topk_indices[2].tolist() == (seed or [-1] * SEED)
+
+
+def test_decode_without_a_draft_drops_hidden_states() -> None:
+    source, destination = prefilled(seed=[1] * SEED), buffers(16)
+    with pytest.raises(RemoteProtocolError, match="expected at most 64 bytes, found 128"):
+        rows(destination).write(2, rows(source).read(1))
+    unread = (destination.output_hidden_states.data_ptr(),)
+    rows(destination, unread=unread).write(2, rows(source).read(1))
+    assert not destination.output_hidden_states.any()
+    assert destination.output_ids[2, 0] == 5
+    assert destination.bootstrap_room[2, 0] == 9
+
+
+def test_decode_with_a_draft_gets_no_seed_from_prefill_without_one() -> None:
+    source, destination = prefilled(seed=None, has_draft=False), buffers(HIDDEN)
+    destination.output_hidden_states[2] = destination.output_dsa_topk_indices[2] = 99
+    rows(destination).write(2, rows(source).read(1))
+    assert not destination.output_hidden_states[2].any()
+    assert destination.output_dsa_topk_indices[2].tolist() == [-1] * SEED
