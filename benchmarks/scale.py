@@ -10,6 +10,7 @@ their work; the hub's CPU time does not.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from rich.console import Console
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.commands.shell.text import plain_table, show
+from disagg.protocol.types import Event
 from disagg.state import paged
 from harness.conditions import conditions
 
@@ -137,26 +139,32 @@ class Hub:
             if own:
                 pipe.send(own)
 
-    def take(self, count: int) -> None:
-        """Wait for that many requests, and compare their bytes."""
-        until = time.monotonic() + DEADLINE_S
-        while count:
-            for event in self.rank.manager.events():
-                peer, rows = event.tag
-                count -= 1
-                self.num_wrong += not event.ok or not (self.rank.pools[:, :, rows] == value_of(peer)).all()
-                self.rank.pools[:, :, rows] = 0
-                self._free += rows
+    def take(self, count: int) -> list[Event]:
+        """Wait for that many requests."""
+        until, found = time.monotonic() + DEADLINE_S, list[Event]()
+        while len(found) < count:
+            found += self.rank.manager.events()
             if time.monotonic() > until:
-                raise TimeoutError(f"{count} requests are left")
+                raise TimeoutError(f"{count - len(found)} requests are left")
             time.sleep(0.0002)
+        return found
+
+    def check(self, events: Sequence[Event]) -> None:
+        """Compare the bytes of requests, and give their pages back."""
+        for event in events:
+            peer, rows = event.tag
+            for row in rows:
+                self.num_wrong += not event.ok or not (self.rank.pools[:, :, row] == value_of(peer)).all()
+                self.rank.pools[:, :, row] = 0
+            event.lease.on_release(functools.partial(self._free.extend, rows))
 
     def run(self, peers: Sequence[int], pages: int = 1) -> Load:
-        """Requests of these peers at once."""
+        """Requests of these peers at once. Bytes are compared afterwards."""
         with measured() as load:
             asked = [(peer, self.open(peer, pages), pages) for peer in peers]
             self.send(asked)
-            self.take(len(asked))
+            events = self.take(len(asked))
+        self.check(events)
         return load
 
     def latency_ms(self) -> tuple[float, float]:
@@ -220,7 +228,8 @@ def open_requests(count: int) -> dict[str, Any]:
         p50, p99 = hub.latency_ms()
         with measured() as serving:
             hub.send(waiting)
-            hub.take(count)
+            events = hub.take(count)
+        hub.check(events)
         return {
             "open": count,
             "KiB each": round(grown / count, 1),
