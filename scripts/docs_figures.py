@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.integrations.vllm.recipes import CACHES, RECIPES
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs/benchmarks"
 SERVERS, MODELS, CPU = "vllm-2xh200.json", "vllm-2xh200-models.json", "vllm-cpu.json"
 OURS, THEIRS = "DisaggConnector", "NixlConnector"
@@ -53,6 +55,20 @@ def vllm_first_tokens() -> Iterator[str]:
     for row in _read(SERVERS)["rows"]:
         times = " | ".join(f"{row[name]:.1f} ms" for name in ("floor_ms", "within_a_step_ms", "disagg_ms", "nixl_ms"))
         yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {times} |"
+
+
+def vllm_recipes() -> Iterator[str]:
+    """The caches of the published prefill/decode deployments, and how they are checked."""
+    yield "| caches | deployments | DisaggConnector | NixlConnector, other TP on each side |"
+    yield "|---|---|---|---|"
+    for name, kind in CACHES.items():
+        recipes = [recipe for recipe in RECIPES if recipe.caches == name]
+        models = ", ".join(recipe.model for recipe in recipes)
+        formats = sorted({dtype for recipe in recipes for dtype in recipe.dtypes} - {"auto"})
+        extra = [f"KV also in {' and '.join(f'`{each}`' for each in formats)}"] if formats else []
+        extra += ["also with DCP"] if any(recipe.dcp for recipe in recipes) else []
+        how = "; ".join(("bytes compared" + (f", and answers of {kind.engine} engines" if kind.engine else ""), *extra))
+        yield f"| {kind.what} | {models} | {how} | {kind.nixl} |"
 
 
 def vllm_loads() -> Iterator[str]:

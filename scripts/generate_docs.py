@@ -38,7 +38,14 @@ from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
 from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
-from scripts.docs_figures import sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads  # noqa: E402
+from scripts.docs_figures import (  # noqa: E402
+    sglang_rows,
+    vllm_deaths,
+    vllm_figures,
+    vllm_first_tokens,
+    vllm_loads,
+    vllm_recipes,
+)
 from tests.integrations.cross import cases as cross  # noqa: E402
 from tests.integrations.sglang.recipes import RECIPES  # noqa: E402
 from tests.support import grid  # noqa: E402
@@ -327,6 +334,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
         manager_settings, rank_settings, integration_settings, shaping_rows, limits, receive_states, send_states,
         messages, bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
         command_line, sglang_recipes, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
+        vllm_recipes,
     )
 }  # fmt: skip
 

@@ -114,7 +114,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             ec_transfer_config ec_manager_config instance_id shutdown_timeout"""),
     ),
     "CacheConfig": (
-        _row(_COMPARED, "the dtype in the layouts, FP8 by its format, and `kv_scales`", """
+        _row(_COMPARED, "the dtype in the layouts, FP8 and packed formats by their names, and `kv_scales`", """
             cache_dtype kv_cache_dtype_skip_layers"""),
         _row(_COMPARED, _MEMORY, """
             mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len use_kda_recoverssm"""),
@@ -162,8 +162,8 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels"""),
     ),
     "AttentionConfig": (
-        _row(_REFUSED, "the models that have an indexer, by the specs of their caches", """
-            indexer_kv_dtype indexer_sparse_logits"""),
+        _row(_COMPARED, "the dtype in the layouts", "indexer_kv_dtype"),
+        _row(_REFUSED, "the models that have it, by the specs of their caches", "indexer_sparse_logits"),
         _row(_REFUSED, "pages in the host's memory, by the group of their caches", "hisparse_config"),
         _row(_NONE, _KERNELS, """
             backend minimax_m3_msa_decode_backend backend_per_kind flash_attn_version flash_attn_max_num_splits_for_cuda_graph

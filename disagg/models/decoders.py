@@ -16,7 +16,7 @@ MULTIMODAL = frozenset({
     "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu", "gemma3", "gemma3n", "gemma4",
     "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision",
     "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3",
-    "instructblip", "instructblipvideo", "internvl", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl",
+    "instructblip", "instructblipvideo", "internvl", "janus", "kimi_k25", "kimi_k3", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl",
     "lighton_ocr", "llama4",
     "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
     "minimax_m3_vl", "mistral3", "mistral_large4", "molmo2", "moss_transcribe_diarize", "muse_glimmer", "muse_spark",

@@ -15,6 +15,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheSpecKind,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
 )
@@ -22,10 +24,11 @@ from vllm.v1.kv_cache_interface import (
 from disagg.core.errors import ConfigError
 from disagg.core.rows import TokenRange
 from disagg.integrations.identity import component_name
+from disagg.integrations.vllm.formats import is_convolved, is_index, is_windowed_latent, read_format
 from disagg.state.declare import last_tokens
 
-STATES = ("MAMBA1", "MAMBA2", "GDN_ATTN")
-"""Kinds of recurrent state that this integration can describe, by vLLM's names."""
+STATES = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "LINEAR": 1, "SHORT_CONV": 1}
+"""Kinds of recurrent state that this integration can describe, by vLLM's names, and the tensors of a layer with each."""
 
 
 class Kind(enum.Enum):
@@ -34,21 +37,42 @@ class Kind(enum.Enum):
     FULL = "kv"
     WINDOW = "window"
     LATENT = "mla"
+    INDEX = "index"
+    CONVOLVED = "sconv"
+    COMPRESSOR = "compressor"
+    INDEX_COMPRESSOR = "index_compressor"
     STATE = "ssm"
 
 
 _KINDS = {
     KVCacheSpecKind.FULL_ATTENTION: Kind.FULL,
     KVCacheSpecKind.SLIDING_WINDOW: Kind.WINDOW,
+    KVCacheSpecKind.SLIDING_WINDOW_MLA: Kind.WINDOW,
     KVCacheSpecKind.MLA_ATTENTION: Kind.LATENT,
     KVCacheSpecKind.MAMBA: Kind.STATE,
 }
 
 
+def kind_of(spec: KVCacheSpec, name: str) -> Kind:
+    """What the cache of this name holds, if its group can be moved. Only names tell the compressors of DeepSeek-V4 apart."""
+    if isinstance(spec, MambaSpec):
+        return Kind.STATE
+    if is_windowed_latent(spec) and spec.model_version is None:
+        return Kind.INDEX_COMPRESSOR if ".indexer." in name else Kind.COMPRESSOR
+    if isinstance(spec, SlidingWindowSpec):
+        return Kind.CONVOLVED if is_convolved(spec) else Kind.WINDOW
+    if isinstance(spec, MLAAttentionSpec):
+        return Kind.INDEX if is_index(spec) else Kind.LATENT
+    return Kind.FULL
+
+
 @dataclass(frozen=True)
 class Group:
-    """Layers that share block ids. `specs` are those of this worker's layers. `window` is the number of tokens that a layer
-    attends to, with the newest among them.
+    """Layers that share block ids. `specs` are those of this worker's layers. A block has `block_size` tokens. `window` is the
+    number of tokens that a layer attends to, with the newest among them.
+
+    Layers that keep all tokens may share ids though they keep different things of them: `kind` is that of one of them, and
+    `by_kind` has that of each.
     """
 
     index: int
@@ -62,16 +86,25 @@ class Group:
         """Whether a block that is written keeps its tokens: windows free old blocks, and a state is overwritten."""
         return self.kind in (Kind.FULL, Kind.LATENT)
 
-    def layers(self, num_layers: int) -> dict[int, str]:
-        """The names of this worker's layers, by their ids in a model of `num_layers` layers.
+    def by_kind(self, num_layers: int) -> dict[Kind, dict[int, str]]:
+        """The names of this worker's layers by what they keep, and by their ids in a model of `num_layers` layers.
 
         Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on. Raises
-        `ConfigError` for two caches of one layer.
+        `ConfigError` for two caches of one kind in a layer.
         """
-        found = {extract_layer_index(name) % num_layers: name for name in self.specs}
-        if len(found) != len(self.specs):
-            raise ConfigError(f"KV cache group {self.index}: expected one cache for each layer, found {sorted(self.specs)}")
+        found: dict[Kind, dict[int, str]] = {}
+        for name, spec in self.specs.items():
+            layers, layer = found.setdefault(kind_of(spec, name), {}), extract_layer_index(name) % num_layers
+            if layer in layers:
+                what = f"KV cache group {self.index}, layer {layer}"
+                raise ConfigError(f"{what}: expected one cache of each kind, found {layers[layer]!r} and {name!r}")
+            layers[layer] = name
         return found
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether layers attend to a window though all tokens are kept: vLLM's hybrid KV cache manager is off."""
+        return any(isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None for spec in self.specs.values())
 
     def needed(self, start: int, stop: int, *, window_page: int = 1) -> TokenRange:
         """The tokens that decode needs to compute token `stop`, if it has those before `start`.
@@ -90,8 +123,10 @@ class Group:
         return blocks[start // self.block_size : -(-stop // self.block_size)]
 
 
-def read_groups(config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups of an engine. Raises `ConfigError` for one that cannot be moved."""
+def read_groups(config: KVCacheConfig, *, dcp: int = 1) -> tuple[Group, ...]:
+    """The groups of an engine, whose decode context parallelism divides the tokens of a block over `dcp` ranks. Raises
+    `ConfigError` for one that cannot be moved.
+    """
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -105,26 +140,23 @@ def read_groups(config: KVCacheConfig) -> tuple[Group, ...]:
         for each in samples:
             _check(each, what)
         window = samples[0].sliding_window if kind is Kind.WINDOW else None
-        groups.append(Group(index, kind, spec.block_size, window, specs))
+        block_size = spec.block_size * (dcp if dcp > 1 and spec.dcp_sharded else 1)
+        groups.append(Group(index, kind, block_size, window, specs))
     return tuple(groups)
 
 
 def _check(spec: KVCacheSpec, what: str) -> None:
     """Raise `ConfigError` for a layer whose blocks cannot be described."""
     if isinstance(spec, MambaSpec):
-        if spec.mamba_type.name not in STATES or len(spec.shapes) != 2 or spec.num_speculative_blocks:
+        is_known = len(spec.shapes) == STATES.get(spec.mamba_type.name) and not spec.tp_replicated
+        if not is_known or spec.num_speculative_blocks:
             found = f"{spec.mamba_type.name} of shapes {spec.shapes} with {spec.num_speculative_blocks} speculative blocks"
-            raise ConfigError(f"{what}: expected the two states of one of {', '.join(STATES)}, found {found}")
+            raise ConfigError(f"{what}: expected the states of one of {', '.join(STATES)}, found {found}")
         return
-    if spec.tokens_per_state != 1 or spec.state_content_bytes is not None or spec.num_head_slots is not None:
-        raise ConfigError(f"{what}: expected one plain vector per token and head, found a packed format: {spec}")
+    read_format(spec, what)
     if isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
-        raise ConfigError(f"{what}: expected no chunked local attention, found chunks of {spec.attention_chunk_size} tokens")
-    if isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None:
-        raise ConfigError(
-            f"{what}: expected vLLM's hybrid KV cache manager, found it disabled for a window of {spec.sliding_window} tokens: "
-            "remove --disable-hybrid-kv-cache-manager, or the connector beside this one that vLLM disables it for"
-        )
+        found = f"chunks of {spec.attention_chunk_size} tokens"
+        raise ConfigError(f"{what}: expected no chunked local attention, found {found}")
 
 
 def num_handed_over(num_prompt_tokens: int) -> int:
@@ -134,17 +166,21 @@ def num_handed_over(num_prompt_tokens: int) -> int:
 
 def component_names(groups: tuple[Group, ...], *, num_layers: int) -> Iterator[tuple[Group, str, dict[int, str]]]:
     """The components of a worker: their group, their name, and the names of vLLM's layers by layer id."""
-    single = len(groups) == 1 and groups[0].is_incremental
+    single = len(groups) == 1 and groups[0].is_incremental and not groups[0].has_windows
     for group in groups:
-        kind = "kv" if group.kind is Kind.WINDOW else group.kind.value
-        layers = group.layers(num_layers)
-        if not layers:
-            continue
-        if single:
-            yield group, component_name(kind, None), layers
-        else:
-            for layer, name in sorted(layers.items()):
-                yield group, component_name(kind, layer), {layer: name}
+        for kind, layers in group.by_kind(num_layers).items():
+            name = "kv" if kind is Kind.WINDOW else kind.value
+            if single and len({_shape(group.specs[each]) for each in layers.values()}) == 1:
+                yield group, component_name(name, None), layers
+            else:
+                for layer, vllm_name in sorted(layers.items()):
+                    yield group, component_name(name, layer), {layer: vllm_name}
+
+
+def _shape(spec: Any) -> tuple[object, ...]:
+    """What the layers of one component have in common."""
+    sizes = spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None)
+    return *sizes, spec.dtype, spec.page_size_bytes, spec.kv_quant_mode, getattr(spec, "cache_dtype_str", None)
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -153,8 +189,7 @@ def check_engine(config: VllmConfig) -> None:
     refused = {
         "speculative decoding: its draft layers are not handed over": config.speculative_config is not None,
         "diffusion models: they write their states more than once": config.diffusion_config is not None,
-        "context parallelism: its blocks are divided over ranks": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
+        "prefill context parallelism: several ranks compute one prompt": parallel.prefill_context_parallel_size > 1,
         "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(
             config.model_config.enable_sleep_mode
         ),

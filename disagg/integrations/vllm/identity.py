@@ -13,11 +13,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from disagg.core.errors import ConfigError
 from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
+from disagg.integrations.vllm.formats import has_scales
 from disagg.integrations.vllm.groups import Kind, read_groups
 from disagg.layout.agreement import ModelId
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
 """vLLM's."""
+
+PLAIN = ("auto", "float32", "float16", "bfloat16")
+"""VLLM's names of KV caches that are not quantized."""
 
 Gather = Callable[[Any], list[Any]]
 """Returns what every rank of a group gives, in order."""
@@ -61,13 +65,14 @@ def identify(
 
 def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:
     """What the bytes of a layer's KV cache are, if they are FP8: vLLM's tensors are plain bytes."""
-    dtype = str(_attention(config, layer).kv_cache_dtype)
+    dtype = str(attention_layer(config, layer).kv_cache_dtype)
     if dtype not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         return None
     return torch.float8_e5m2 if dtype == "fp8_e5m2" else current_platform.fp8_dtype()
 
 
-def _attention(config: VllmConfig, layer: str) -> Any:
+def attention_layer(config: VllmConfig, layer: str) -> Any:
+    """VLLM's own object of a layer with attention."""
     return config.compilation_config.static_forward_context[layer]
 
 
@@ -76,23 +81,29 @@ def _windows(config: VllmConfig, kv: KVCacheConfig) -> dict[int, int]:
     num_layers = config.model_config.get_total_num_hidden_layers()
     found = {}
     for group in read_groups(kv):
-        for layer, name in group.layers(num_layers).items():
-            if group.kind is Kind.WINDOW:
-                found[layer] = group.specs[name].sliding_window - 1
+        by_kind = group.by_kind(num_layers)
+        for layer, name in by_kind.get(Kind.WINDOW, {}).items():
+            found[layer] = group.specs[name].sliding_window - 1
+        if group.has_windows:  # blocks are kept, but not read
+            windows = {layer: attention_layer(config, name).sliding_window for layer, name in by_kind[Kind.FULL].items()}
+            found |= {layer: window - 1 for layer, window in windows.items() if window is not None}
     return found
 
 
 def _kv_scales(config: VllmConfig, kv: KVCacheConfig, from_tp: Gather) -> dict[int, tuple[float, ...]]:
-    """The scales of K and V of this stage's layers, if they are in FP8: one each, or one for each of the model's KV heads."""
+    """The scales of K and V of this stage's quantized layers: one each, or one for each of the model's KV heads."""
     num_layers = config.model_config.get_total_num_hidden_layers()
     own: dict[int, tuple[list[float], ...]] = {}
     heads: dict[int, int] = {}
     for group in read_groups(kv):
-        for layer, name in group.layers(num_layers).items():
-            if group.kind is not Kind.STATE and fp8_format(config, name) is not None:
-                attention = _attention(config, name)
-                own[layer] = tuple(each.reshape(-1).tolist() for each in (attention._k_scale, attention._v_scale))
-                heads[layer] = group.specs[name].num_kv_heads
+        for kind, layers in group.by_kind(num_layers).items():
+            if kind not in (Kind.FULL, Kind.WINDOW, Kind.LATENT):
+                continue
+            for layer, name in layers.items():
+                if has_scales(group.specs[name]) and str(attention_layer(config, name).kv_cache_dtype) not in PLAIN:
+                    attention = attention_layer(config, name)
+                    own[layer] = tuple(each.reshape(-1).tolist() for each in (attention._k_scale, attention._v_scale))
+                    heads[layer] = group.specs[name].num_kv_heads
     ranks = from_tp(own)
     total = int(config.model_config.get_total_num_kv_heads())
     found = {}

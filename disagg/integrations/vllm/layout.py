@@ -1,19 +1,22 @@
 """vLLM's KV cache tensors as components.
 
-vLLM gives each attention layer a tensor `[block, head, token, K and V]`, and each recurrent layer bytes `[block, 1, 1, nbytes]`
-with its states one after the other. Blocks may be divided into several kernel blocks, which are this library's pages.
+vLLM gives each attention layer a tensor `[block, head, token, K and V]` (`formats.py` has other contents), and each recurrent
+layer bytes `[block, 1, 1, nbytes]` with its states one after the other. Blocks may be divided into several kernel blocks, which
+are this library's pages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -21,15 +24,33 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, RawTensor, raw_tensor
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.topology import Topology
-from disagg.integrations.vllm.groups import Group, Kind, component_names, read_groups
-from disagg.integrations.vllm.identity import fp8_format
+from disagg.integrations.vllm.formats import (
+    Format,
+    convolved_component,
+    is_windowed_latent,
+    packed_component,
+    plane_views,
+    read_format,
+    shared_component,
+)
+from disagg.integrations.vllm.groups import Group, Kind, component_names, kind_of, read_groups
+from disagg.integrations.vllm.identity import attention_layer, fp8_format
+from disagg.layout.ownership import Owned
 from disagg.layout.placement import Component
 from disagg.models import ModelSpec, from_config
 from disagg.state import paged
-from disagg.state.declare import Role, State
+from disagg.state.declare import Inner, Role, Rule, State, all_tokens, pages_in_turn
+from disagg.state.mamba import lightning_roles
+
+Describe = Callable[[], ModelSpec]
+"""Returns the model that a `config.json` describes, or raises `ConfigError`."""
 
 NULL_BLOCK = 0
 """The block id that vLLM puts where a request has no block."""
+
+
+SHARED = {Kind.LATENT: "latent", Kind.INDEX: "key", Kind.COMPRESSOR: "state", Kind.INDEX_COMPRESSOR: "state"}
+"""Roles of the caches that every rank has whole, by what they hold."""
 
 
 @dataclass(frozen=True)
@@ -65,28 +86,64 @@ def read_caches(
 
     Raises `ConfigError` for an engine whose cache cannot be moved, or whose worker's tensors are not as expected.
     """
-    groups = read_groups(kv)
-    spec: ModelSpec | None = None
-    if any(group.kind is Kind.STATE for group in groups):  # KV comes from the tensors, so its dtype in the file does not matter
-        spec = from_config(model, name=str(config.model_config.model), kv_dtype="bfloat16")
+    groups = read_groups(kv, dcp=topology.cp)
+    name_of_model = str(config.model_config.model)
+    describe = functools.cache(lambda: from_config(model, name=name_of_model, kv_dtype="bfloat16"))  # KV has its tensors' dtype
     caches = []
     for group, name, layers in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()):
-        given = {layer: _typed(config, layer_name, tensors[layer_name]) for layer, layer_name in layers.items()}
-        shape = group.specs[next(iter(layers.values()))]
-        if group.kind is Kind.STATE:
-            assert spec is not None
-            component = _state(spec, name, given, shape, topology=topology)
-        elif group.kind is Kind.LATENT:
-            latents = {layer: tensor.squeeze(1) for layer, tensor in given.items()}
-            component = paged.mla(latents, dim=shape.head_size, topology=topology, name=name)
+        first = next(iter(layers.values()))
+        shape = group.specs[first]
+        kind, tokens = kind_of(shape, first), _tokens(config, shape)
+        given = {layer: tensors[layer_name] for layer, layer_name in layers.items()}
+        if kind is Kind.STATE:
+            component = _state(describe, name, given, shape, topology=topology)
+        elif kind is Kind.CONVOLVED:
+            component = convolved_component(name, given, shape, topology=topology)
+        elif kind in SHARED or is_windowed_latent(shape):
+            if kind is Kind.LATENT:
+                given = {layer: _typed(config, layers[layer], tensor) for layer, tensor in given.items()}
+            role = SHARED.get(kind, "latent")
+            component = shared_component(name, role, given, shape, topology=topology, tokens=tokens, optional=False)
         else:
-            heads = _total_heads(config, shape, topology)
-            component = _attention(name, given, shape, num_kv_heads=heads, topology=topology)
+            given = {layer: _typed(config, layers[layer], tensor) for layer, tensor in given.items()}
+            component = _attention(config, describe, name, layers, given, shape, topology=topology, tokens=tokens)
         pages_per_block, rest = divmod(next(iter(given.values())).shape[0], kv.num_blocks)
         if rest:
             raise ConfigError(f"component {name!r}: expected whole kernel blocks in each of {kv.num_blocks} blocks")
         caches.append(Cache(group, component, pages_per_block))
     return tuple(caches)
+
+
+def rank_topology(parallel: ParallelConfig, *, tp_rank: int, pp_rank: int) -> Topology:
+    """A worker's place. With decode context parallelism (DCP), neighbouring ranks of vLLM's tensor parallelism have the same
+    heads, and divide the tokens.
+    """
+    dcp = parallel.decode_context_parallel_size
+    return Topology(
+        tp=parallel.tensor_parallel_size // dcp,
+        cp=dcp,
+        pp=parallel.pipeline_parallel_size,
+        tp_rank=tp_rank // dcp,
+        cp_rank=tp_rank % dcp,
+        pp_rank=pp_rank,
+    )
+
+
+def _tokens(config: VllmConfig, spec: Any) -> Rule:
+    """The tokens that a rank keeps: vLLM's slots give each rank of a DCP group the same number of tokens in turn."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size == 1 or not spec.dcp_sharded:
+        return all_tokens
+    return pages_in_turn(parallel.cp_kv_cache_interleave_size)
+
+
+def _over_all_ranks(inner: Inner) -> Inner:
+    """An axis that is divided over all ranks of vLLM's tensor parallelism, also over those of a DCP group."""
+
+    def owned(rank: Topology) -> Owned:
+        return inner.owned(replace(rank, tp=rank.tp * rank.cp, tp_rank=rank.tp_rank * rank.cp + rank.cp_rank, cp=1, cp_rank=0))
+
+    return Inner(inner.size, owned)
 
 
 def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,26 +152,80 @@ def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor
     return tensor if dtype is None else tensor.view(dtype)
 
 
-def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
-    """The KV heads of a layer over all ranks of its tensor-parallel group."""
+def _total_heads(config: VllmConfig, describe: Describe, layer: int, spec: Any, topology: Topology) -> int:
+    """The KV heads of a layer over all ranks of its tensor-parallel group.
+
+    Ranks with one head each may have the same one. If nothing says how many heads such a layer has, though the model has layers
+    with different numbers, each rank's counts as its own: then only servers with the same tensor parallelism fit each other.
+    """
+    if spec.num_kv_heads > 1 or topology.tp == 1:
+        return int(spec.num_kv_heads) * topology.tp
+    found: set[int] = set()
+    with contextlib.suppress(ConfigError):  # a model that this library does not know
+        roles = [role for state in describe().states if layer in state.layers for role in state.roles]
+        found = {role.inner["kv_head"].size for role in roles if "kv_head" in role.inner}
     total = int(config.model_config.get_total_num_kv_heads())
-    if spec.num_kv_heads != max(1, total // topology.tp):  # a layer with another number of heads than the model
-        total = spec.num_kv_heads * topology.tp
-    return total
+    candidates = found or ({total} if _head_counts(config.model_config.hf_text_config.to_dict()) <= {total} else set())
+    known = {heads for heads in candidates if max(1, heads // topology.tp) == 1}
+    return known.pop() if len(known) == 1 else topology.tp
+
+
+def _head_counts(config: object) -> set[int]:
+    """The numbers of KV heads that a configuration gives, for any of its layers."""
+    if isinstance(config, list):
+        return set().union(*map(_head_counts, config))
+    if not isinstance(config, dict):
+        return set()
+    found = set()
+    for name, value in config.items():
+        if any(part in name for part in ("key_value_head", "kv_head", "attention_group")):
+            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+        else:
+            found |= _head_counts(value)
+    return found
 
 
 def _attention(
-    name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology
+    config: VllmConfig,
+    describe: Describe,
+    name: str,
+    layers: Mapping[int, str],
+    tensors: Mapping[int, torch.Tensor],
+    spec: Any,
+    *,
+    topology: Topology,
+    tokens: Rule,
 ) -> Component:
     """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU."""
-    first = next(iter(tensors.values()))
+    heads = _total_heads(config, describe, next(iter(layers)), spec, topology)
+    layer = attention_layer(config, next(iter(layers.values())))
+    backend, found = layer.get_attn_backend().get_name(), read_format(spec, name)
     axes: str | dict[str, str]
-    if first.device.type == "cpu":
+    if found in (Format.INLINE, Format.NVFP4):
+        expected = {Format.INLINE: "TRITON_ATTN", Format.NVFP4: "FLASHINFER"}[found]
+        if backend != expected:
+            raise ConfigError(f"component {name!r}: expected {layer.kv_cache_dtype} of {expected}, found the backend {backend}")
+        if found is Format.INLINE:  # its first use of a cache sets all scales to 1, also those that have been received
+            for layer_id, layer_name in layers.items():
+                attention_layer(config, layer_name).impl._ensure_scale_caches(tensors[layer_id])
+        return packed_component(
+            name,
+            tensors,
+            spec,
+            cache_dtype=layer.kv_cache_dtype,
+            num_kv_heads=heads,
+            topology=topology,
+            tokens=tokens,
+            optional=False,
+        )
+    if backend == "CPU_ATTN":
         axes = {"k": "page kv_head dim token", "v": "hnd"}
         views = {layer: _cpu_views(tensor, spec, name) for layer, tensor in tensors.items()}
+    elif found is Format.PLANES:
+        axes, views = "nhd", {layer: plane_views(tensor, spec) for layer, tensor in tensors.items()}
     else:
         axes, views = "hnd", {layer: _gpu_views(tensor, spec) for layer, tensor in tensors.items()}
-    return paged.gqa(views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name)
+    return paged.gqa(views, axes=axes, num_kv_heads=heads, topology=topology, name=name, tokens=tokens)
 
 
 def _gpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,21 +248,34 @@ def _cpu_views(tensor: torch.Tensor, spec: Any, name: str) -> tuple[torch.Tensor
     )
 
 
-def _state(spec: ModelSpec, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology) -> Component:
-    """The convolution window and the recurrent state of a layer, which lie one after the other in a block."""
+def _state_roles(describe: Describe, name: str, layer: int, spec: Any, topology: Topology) -> tuple[Role, ...]:
+    """The states of a layer, in memory order, as its model is described or as vLLM says by itself."""
+    if spec.mamba_type.name == "LINEAR":
+        ((heads, key_dim, value_dim),) = spec.shapes
+        (role,) = lightning_roles(num_heads=heads * topology.tp * topology.cp, key_head_dim=key_dim, value_head_dim=value_dim)
+        return (replace(role, name="linear"),)  # which of the two axes is which is vLLM's own affair
+    expected = ["conv", "temporal"][: len(spec.shapes)]
+    model = describe()
+    found = [state for state in model.states if state.rows == "slot" and layer in state.layers]
+    if len(found) != 1 or [role.name for role in found[0].roles] != expected:
+        raise ConfigError(f"component {name!r}: expected {' and '.join(expected)} in layer {layer} of {model.name}")
+    return found[0].roles
+
+
+def _state(describe: Describe, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology) -> Component:
+    """The states of a layer, which lie one after the other in a block: its convolution window and its recurrent state, or one
+    of the two.
+    """
     (layer,) = tensors
-    found = [state for state in spec.states if state.rows == "slot" and layer in state.layers]
-    if len(found) != 1 or [role.name for role in found[0].roles] != ["conv", "temporal"]:
-        raise ConfigError(f"component {name!r}: expected one convolution and one state in layer {layer} of {spec.name}")
-    conv, temporal = found[0].roles
-    channel_first = is_conv_state_dim_first()
-    axes = {"conv": "slot channel width" if channel_first else "slot width channel"}
-    if "value_dim" in temporal.inner:
-        axes["temporal"] = "slot head value_dim key_dim"
+    kinds = _state_roles(describe, name, layer, shape, topology)
+    axes = {"conv": "slot channel width" if is_conv_state_dim_first() else "slot width channel"}
+    axes |= {
+        role.name: "slot head value_dim key_dim" for role in kinds if role.name == "temporal" and "value_dim" in role.inner
+    }
     tensors_by_role: dict[str, dict[int, RawTensor]] = {}
     roles: list[Role] = []
     offset, page = 0, raw_tensor(next(iter(tensors.values())))
-    for role, sizes, dtype in zip((conv, temporal), shape.shapes, shape.dtypes, strict=True):
+    for role, sizes, dtype in zip(kinds, shape.shapes, shape.dtypes, strict=True):
         kind = str(dtype).removeprefix("torch.")
         itemsize = ITEMSIZE[kind]
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
@@ -165,7 +289,8 @@ def _state(spec: ModelSpec, name: str, tensors: Mapping[int, torch.Tensor], shap
                 page.owner,
             )
         }
-        roles.append(replace(role, dtype=kind))
+        divided = {axis: _over_all_ranks(inner) for axis, inner in role.inner.items()}
+        roles.append(replace(role, dtype=kind, inner=divided))
         offset += math.prod(sizes) * itemsize
     state = State(name=name, rows="slot", layers=(layer,), roles=tuple(roles))
     return state.component(tensors_by_role, topology=topology, axes=axes)

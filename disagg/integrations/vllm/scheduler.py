@@ -95,7 +95,7 @@ class SchedulerHalf:
     def __init__(self, config: VllmConfig, kv: KVCacheConfig, options: Options) -> None:
         self._config, self._options = config, options
         self._queue = Queue(options.hold_s)
-        self._groups = read_groups(kv)
+        self._groups = read_groups(kv, dcp=config.parallel_config.decode_context_parallel_size)
         self._exact = not all(group.is_incremental for group in self._groups)
         self._window_page = math.gcd(*(group.block_size for group in self._groups if group.window is not None)) or 1
         self._prompts = Prompts()

@@ -28,7 +28,7 @@ from disagg.integrations.handoff import Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import check_engine
 from disagg.integrations.vllm.identity import identify, read_source
-from disagg.integrations.vllm.layout import Cache, read_caches
+from disagg.integrations.vllm.layout import Cache, rank_topology, read_caches
 from disagg.integrations.vllm.metadata import (
     BlockIds,
     Chunk,
@@ -102,14 +102,8 @@ class WorkerHalf:
 
         Raises `ConfigError` for an engine that cannot be served, and what `KVManager` raises.
         """
-        parallel = self._config.parallel_config
         tp, pp = get_tp_group(), get_pp_group()
-        topology = Topology(
-            tp=parallel.tensor_parallel_size,
-            pp=parallel.pipeline_parallel_size,
-            tp_rank=tp.rank_in_group,
-            pp_rank=pp.rank_in_group,
-        )
+        topology = rank_topology(self._config.parallel_config, tp_rank=tp.rank_in_group, pp_rank=pp.rank_in_group)
         name = self._options.model
         source = read_source(self._config, name=name)
 
@@ -121,7 +115,7 @@ class WorkerHalf:
         self._is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         identity = identify(self._config, self._kv, source, name=name, from_stages=_from_stages, from_tp=_from_tp)
         leader = self._start(components, topology, identity, None) if topology.rank == 0 else None
-        leader = tp.broadcast_object(pp.broadcast_object(leader) if topology.tp_rank == 0 else None)
+        leader = tp.broadcast_object(pp.broadcast_object(leader) if tp.rank_in_group == 0 else None)
         if topology.rank != 0:
             self._start(components, topology, identity, leader)
         self._leader = leader

@@ -11,10 +11,23 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
 
 import disagg.integrations.vllm
 from disagg.core.errors import ConfigError
+from disagg.integrations.vllm.formats import Format, read_format
 from disagg.integrations.vllm.groups import check_engine, read_groups
 from disagg.integrations.vllm.metadata import HandOff, share_logging
 
@@ -37,18 +50,41 @@ def test_integers_that_a_protobuf_has_made_floats() -> None:
         HandOff.of({**params, "remote_num_tokens": 70.5})
 
 
+PLAIN = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+
+
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("spec", "found"),
     [
-        ({"attention_chunk_size": 8192}, "expected no chunked local attention, found chunks of 8192 tokens"),
-        ({"sliding_window": 512}, "expected vLLM's hybrid KV cache manager, found it disabled for a window of 512 tokens"),
+        (ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=8192), "expected full or sliding-window attention, MLA or"),
+        (FullAttentionSpec(**PLAIN, attention_chunk_size=8192), "expected no chunked local attention, found chunks of 8192"),
+        (RSWASpec(**PLAIN, rswa_window=64), "expected full or sliding-window attention or MLA"),
+        (FullAttentionSpec(**PLAIN, state_content_bytes=130), "expected a KV cache format whose bytes are described"),
+        (SlidingWindowSpec(**PLAIN, sliding_window=4, state_content_bytes=9), "expected a KV cache format whose bytes are"),
+        (FullAttentionSpec(**PLAIN, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC), "expected a KV cache format whose bytes"),
+        (MLAAttentionSpec(**PLAIN, tokens_per_state=4), "expected one state per token, found one per 4 tokens"),
+        (MLAAttentionSpec(**{**PLAIN, "dtype": torch.uint8}), "expected a KV cache format whose bytes are described"),
     ],
+    ids=lambda value: type(value).__name__ if isinstance(value, KVCacheSpec) else "",
 )
-def test_full_attention_that_is_none(given: dict[str, int], found: str) -> None:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32, **given)
+def test_caches_that_are_not_described(spec: KVCacheSpec, found: str) -> None:
     config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["model.layers.0"], spec)])
     with pytest.raises(ConfigError, match=found):
         read_groups(config)
+
+
+def test_shuffled_caches_of_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same specs as others."""
+    planes = FullAttentionSpec(**PLAIN, num_head_slots=2, state_content_bytes=256)
+    index = MLAAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
+    for spec in (planes, index):
+        assert read_format(spec, "layer 0") is not Format.PLAIN
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    for spec in (planes, index):
+        with pytest.raises(ConfigError, match="layer 0: ROCm's kernels shuffle"):
+            read_format(spec, "layer 0")
 
 
 @pytest.mark.parametrize("option", ["sleep-mode", "cumem-allocator"])

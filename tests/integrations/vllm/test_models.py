@@ -46,6 +46,17 @@ def test_answers_are_those_of_one_server(case: str, start: Callable[..., Engine]
     wait_empty(prefill, decode)
 
 
+def test_decode_computes_windows_that_prefill_has_not_kept(start: Callable[..., Engine]) -> None:
+    """Decode keeps all blocks, since vLLM's hybrid KV cache manager is off there, and prefill only those of the windows."""
+    prefill, decode = start("gemma3"), start("gemma3", disable_hybrid_kv_cache_manager=True)
+    asked = prompts((200, 500))
+    expected = decode.wait_ready().generate(asked, max_tokens=16)
+    found = hand_over(prefill.wait_ready(), decode, asked)
+    check_equal(expected, found)
+    assert decode.counts["failed_loads"] == len(asked)
+    wait_empty(prefill, decode)
+
+
 QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "blocks 64 to 128": ({"block_size": 64}, {"block_size": 128}, 1e-4),
     "TP 1 to 2": ({"block_size": 64}, {"tensor_parallel_size": 2, "block_size": 64}, 0.1),
