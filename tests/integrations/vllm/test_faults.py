@@ -306,3 +306,26 @@ def test_servers_of_different_models(start: Callable[..., Engine]) -> None:
     wait_empty(prefill)
     assert num_external(found) == [0, 0]
     wait_empty(decode)
+
+
+def give_up_all_that_finish(core: Any) -> None:
+    """In an engine's process: the proxy gives each request up before the step that hands it over."""
+    scheduler = core.scheduler.connector.scheduler
+    finish = scheduler.request_finished
+
+    def request_finished(request: Any, blocks: Any) -> Any:
+        prefill = scheduler._prefills[request.request_id]
+        found = finish(request, blocks)
+        scheduler._give_up(prefill.request_id)
+        return found
+
+    scheduler.request_finished = request_finished
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_requests_that_are_given_up_just_before_they_are_handed_over(name: str, start: Callable[..., Engine]) -> None:
+    """Of a model with windows everything is sent when the request has ended, in the step with that news."""
+    prefill = start(name, block_size=32, extra={"hold_s": 3600.0}).wait_ready()
+    prefill.run(give_up_all_that_finish)
+    prefill.generate(prompts((300, 70), seed=29), params=PREFILL)
+    wait_empty(prefill)
