@@ -6,7 +6,7 @@ import pytest
 
 from harness.turns.command import run_case
 
-NUM_ANSWERS = {"mistral": 90}
+NUM_ANSWERS = {"mistral": 140}
 
 
 @pytest.mark.parametrize("case", NUM_ANSWERS)
