@@ -101,8 +101,9 @@ _SERVING = "how requests and answers travel and are scheduled"
 # fmt: off
 VLLM: Mapping[str, tuple[Row, ...]] = {
     "VllmConfig": (
-        _row(_NONE, "their fields have rows below", "model_config cache_config lora_config attention_config"),
-        _row(_REFUSED, "the connector, by name", "speculative_config diffusion_config"),
+        _row(_NONE, "their fields have rows below", """
+            model_config cache_config lora_config attention_config speculative_config"""),
+        _row(_REFUSED, "the connector, by name", "diffusion_config"),
         _row(_COMPARED, "its value, if it is set", "additional_config"),
         _row(_NONE, _PARALLEL, "parallel_config"),
         _row(_NONE, _KERNELS, """
@@ -171,6 +172,24 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             mla_prefill_backend use_prefill_query_quantization use_non_causal sparse_mla_force_mqa
             sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
             flex_attn_kv_block_size"""),
+    ),
+    "SpeculativeConfig": (
+        _row(_COMPARED, "the names of the draft's components: servers with different drafts move none of its states", """
+            method model revision parallel_drafting use_heterogeneous_vocab draft_model_config"""),
+        _row(_COMPARED, "the draft's `longrope`, in the names of its components", "max_model_len"),
+        _row(_COMPARED, "the format of the draft's states, in the names of its components", "kv_cache_dtype"),
+        _row(_NONE, "the target is the model", "target_model_config target_parallel_config"),
+        _row(_NONE, "drafts after the first token, which the model checks", """
+            num_speculative_tokens num_speculative_tokens_per_batch_size index_share_for_mtp_iteration prompt_lookup_max
+            prompt_lookup_min suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
+            suffix_decoding_max_spec_factor suffix_decoding_min_token_prob draft_sample_method dspark_draft_topk
+            enable_adaptive_verification"""),
+        _row(_NONE, _SAMPLING, "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length"),
+        _row(_NONE, _PARALLEL, "draft_tensor_parallel_size tensor_parallel_size draft_parallel_config"),
+        _row(_NONE, _WEIGHTS, "quantization code_revision draft_load_config"),
+        _row(_NONE, _KERNELS, """
+            enforce_eager moe_backend attention_backend disable_padded_drafter_batch use_local_argmax_reduction"""),
+        _row(_NONE, _WHERE, "disable_eagle_block_drop"),
     ),
 }
 """The fields of vLLM's configurations, by their class."""

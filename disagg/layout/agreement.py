@@ -117,6 +117,10 @@ class Agreement:
         if theirs[32:] + theirs[:32] != self.digests:
             raise LayoutError(f"plans differ: digest {self.digests.hex()[:16]}… here, {theirs[32:].hex()[:16]}… at the peer")
 
+    def left_out(self, local: LocalRank) -> list[str]:
+        """The optional components that only one side has."""
+        return sorted((local.table.components.keys() | self.table.components.keys()) - set(self.outgoing.components))
+
     @property
     def num_ranks(self) -> int:
         return self.table.sizes.topology.num_ranks

@@ -256,6 +256,9 @@ class Handshake:
             except LayoutError as error:
                 raise LayoutError(f"{theirs.instance}/{theirs.rank} and {self.me}: {error}") from error
             self._instances[theirs.instance] = known
+            if self._identity.leader and (left_out := known.agreement.left_out(self._local)):
+                ours, what = self._identity.instance, ", ".join(left_out)
+                logger.info("%s and %s do not share these optional components, and move none: %s", ours, theirs.instance, what)
         if theirs.rank >= known.agreement.num_ranks:
             raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
         return known.agreement

@@ -36,7 +36,9 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 @dataclass
 class Answer:
-    """What an engine has generated for one request. `num_external` is vLLM's own count of tokens that it has not computed."""
+    """What an engine has generated for one request. `num_external` is vLLM's own count of tokens that it has not computed.
+    `drafts` are the tokens that speculation has proposed, by step.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -45,14 +47,15 @@ class Answer:
     num_external: int = 0
     num_local: int = 0
     first_token_s: float | None = None
+    drafts: list[list[int]] = field(default_factory=list)
 
 
 class Engine:
     """An engine with a connector. `options` are vLLM's arguments, `extra` those of the connector, and `transfer` further fields
     of vLLM's `KVTransferConfig`.
 
-    `counts` are those of the connector's statistics so far, by name, and `failed_at` the times at which vLLM got to know of
-    failed loads, as `time.monotonic()` has them.
+    `counts` are those of the connector's statistics so far, by name, and of `preempted` requests and `accepted` drafts.
+    `failed_at` are the times at which vLLM got to know of failed loads, as `time.monotonic()` has them.
     """
 
     _numbers = itertools.count()
@@ -153,6 +156,9 @@ class Engine:
             answer.finish_reason, answer.params = finish_reason, params or answer.params
             if counts is not None:
                 answer.num_local, answer.num_external = counts
+        elif kind == "drafts":
+            req_id, tokens = values
+            self.answers[req_id].drafts.append(tokens)
         elif kind == "counts":
             at_s, found = values
             self.counts.update(found)
@@ -301,17 +307,29 @@ def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
             if not (core.scheduler.has_requests() or core.batch_queue):
                 continue
             break
-        outputs, _ = core.step_fn()
-        for each in (outputs or {}).values():
-            for output in each.outputs:
-                yield _told(output)
-                preempted = sum(event.type.name == "PREEMPTED" for event in output.events or ())
-                if preempted:
-                    yield "counts", time.monotonic(), {"preempted": preempted}
-            found = None if each.scheduler_stats is None else each.scheduler_stats.kv_connector_stats
-            found = found and found.get("DisaggConnector", found)  # inside MultiConnector by connector
-            if found:
-                yield "counts", time.monotonic(), {name: count for name, count in found.items() if isinstance(count, int)}
+        yield from _step(core)
+
+
+def _step(core: Any) -> Iterator[tuple[Any, ...]]:
+    """One step of the engine."""
+    outputs, executed = core.step_fn()
+    core.post_step(executed)  # gives the drafts to the scheduler
+    for each in (outputs or {}).values():
+        speculation = each.scheduler_stats and each.scheduler_stats.spec_decoding_stats
+        if speculation:
+            yield "counts", time.monotonic(), {"accepted": speculation.num_accepted_tokens}
+        for output in each.outputs:
+            yield _told(output)
+            preempted = sum(event.type.name == "PREEMPTED" for event in output.events or ())
+            if preempted:
+                yield "counts", time.monotonic(), {"preempted": preempted}
+        found = None if each.scheduler_stats is None else each.scheduler_stats.kv_connector_stats
+        found = found and found.get("DisaggConnector", found)  # inside MultiConnector by connector
+        if found:
+            yield "counts", time.monotonic(), {name: count for name, count in found.items() if isinstance(count, int)}
+    for request in core.scheduler.running:
+        if request.spec_token_ids:
+            yield "drafts", request.request_id, list(request.spec_token_ids)
 
 
 def _request(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY, BOS, EOS, MAX_TOKENS = 320, 256, 257, 2048
@@ -140,6 +140,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "falcon-h1": _falcon_h1,
     "qwen3-next": _qwen3_next,
+    "qwen3-next-mtp": _qwen3_next,
     "deepseek-v2": _deepseek_v2,
 }
 """Makers of models by name."""
@@ -147,6 +148,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-next": {"dtype": "bfloat16"},  # vLLM's CPU kernels of GDN need it
+    "qwen3-next-mtp": {"dtype": "bfloat16"},
     "deepseek-v2": {"attention_backend": "CPU_MLA"},  # that of CPUs with AMX takes bfloat16 only
 }
 """The options of vLLM that a model needs on the CPU."""
@@ -161,7 +163,58 @@ def missing(dtype: str) -> str:
 def write_model(name: str, folder: Path) -> Path:
     """Write the model `name` and its tokenizer to `folder`, the same weights each time."""
     torch.manual_seed(7)
-    return save_model(MODELS[name](), folder)
+    save_model(MODELS[name](), folder)
+    if name in PREDICTING:
+        _add_prediction(folder, PREDICTING[name])
+    return folder
+
+
+def _add_prediction(folder: Path, add: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Let `add` change a model's configuration and weights, so that one more layer predicts the token after next."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    add(config, weights)
+    save_file({name: value.clone() for name, value in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+
+
+def _layer_of_its_own_predicts(config: dict[str, Any], weights: dict[str, Any]) -> None:
+    """As in Qwen3-Next: `mtp`, here with the weights of the model's last layer."""
+    hidden, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    weights |= {name.replace(last, "mtp.layers.0."): value for name, value in weights.items() if name.startswith(last)}
+    norms = {name: torch.zeros(hidden) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    added = {**norms, "fc": torch.randn(hidden, 2 * hidden) * config["initializer_range"]}
+    weights |= {f"mtp.{name}.weight": value.to(torch.bfloat16) for name, value in added.items()}
+
+
+PREDICTING: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+    "qwen3-next-mtp": _layer_of_its_own_predicts,
+}
+"""Models with a layer for multi-token prediction, which transformers does not have."""
+
+
+def write_eagle(folder: Path, *, num_kv_heads: int = 4) -> Path:
+    """Write an EAGLE head of the model `llama` to `folder`, with random weights: what it drafts depends on the prompt, and the
+    model rejects it.
+    """
+    config = _llama().config.to_dict()
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    rows = {"q": config["num_attention_heads"] * dim, "k": num_kv_heads * dim, "v": num_kv_heads * dim}
+    sizes = {f"layers.0.self_attn.{name}_proj": (size, hidden) for name, size in rows.items()}
+    sizes |= {
+        "layers.0.self_attn.o_proj": (hidden, rows["q"]),
+        "layers.0.mlp.down_proj": (hidden, inner),
+        "fc": (hidden, 2 * hidden),
+    }
+    sizes |= {f"layers.0.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    random = torch.Generator().manual_seed(5)
+    weights = {f"{name}.weight": torch.randn(size, generator=random) * 0.2 for name, size in sizes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    given = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_key_value_heads": num_kv_heads}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**config, **given}))
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 def save_model(model: Any, folder: Path) -> Path:

@@ -112,6 +112,8 @@ def test_optional_components_of_one_side_need_no_memory() -> None:
     here = Agreement.between(ours, theirs.table.encode())
     outgoing, incoming = here.plans(ours, 0, {"kv": theirs.placements["kv"]}, regions_of(theirs), peer="decode-0")
     assert set(outgoing.components) == set(incoming.components) == {"kv"}
+    assert here.left_out(ours) == Agreement.between(theirs, ours.table.encode()).left_out(theirs) == ["draft"]
+    assert Agreement.between(theirs, theirs.table.encode()).left_out(theirs) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91\x80", b"\x91\xa1\xff"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,15 @@ def test_a_hybrid_model_moves_in_one_request_between_managers(made: Servers) -> 
     """Full attention, state, window (pages to rings) and index keys: TP 4 x PP 2 to TP 2, in chunks, with prefixes."""
     for num_tokens, chunks, prefix in ((13, (), 0), (17, (4, 9), 0), (23, (8,), 5), (6, (), 6), (1, (), 0)):
         made.scene.close(made.transfer(num_tokens, chunks=chunks, prefix=prefix))
+
+
+def test_both_sides_say_once_what_only_one_of_them_has(caplog: pytest.LogCaptureFixture) -> None:
+    draft = mla_kind(name="draft", layers=(78,), optional=True)
+    caplog.set_level(logging.INFO)
+    with servers([gqa_kind(), draft], InstanceSpec(tp=2, without=frozenset({"draft"})), InstanceSpec(tp=2)):
+        found = [message for message in caplog.messages if "do not share" in message]
+    what = "do not share these optional components, and move none: draft"
+    assert sorted(found) == [f"decode-0 and prefill-0 {what}", f"prefill-0 and decode-0 {what}"]
 
 
 def test_managers_reuse_every_row_ten_times() -> None:

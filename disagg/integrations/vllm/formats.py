@@ -154,10 +154,13 @@ def _format(spec: AttentionSpec) -> Format | None:
     return None
 
 
-def convolved_component(name: str, tensors: Tensors, spec: SlidingWindowSpec, *, topology: Topology) -> Component:
+def convolved_component(
+    name: str, tensors: Tensors, spec: SlidingWindowSpec, *, topology: Topology, optional: bool
+) -> Component:
     """The last inputs of a layer's short convolutions, divided by head. vLLM never gives two ranks the same head."""
     inner = {"kv_head": by_tp(spec.num_kv_heads * topology.tp), "dim": whole(spec.head_size)}
-    return declare(name, [Role(name="inputs", axes="hnd", inner=inner).of(tensors)], rows="pages", topology=topology)
+    roles = [Role(name="inputs", axes="hnd", inner=inner).of(tensors)]
+    return declare(name, roles, rows="pages", topology=topology, optional=optional)
 
 
 def shared_component(

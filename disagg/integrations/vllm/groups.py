@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -72,7 +72,8 @@ class Group:
     number of tokens that a layer attends to, with the newest among them.
 
     Layers that keep all tokens may share ids though they keep different things of them: `kind` is that of one of them, and
-    `by_kind` has that of each.
+    `by_kind` has that of each. With recurrent states the last `num_scratch` blocks of a request hold the states of drafted
+    tokens.
     """
 
     index: int
@@ -80,21 +81,29 @@ class Group:
     block_size: int
     window: int | None
     specs: Mapping[str, Any]
+    num_scratch: int = 0
 
     @property
     def is_incremental(self) -> bool:
         """Whether a block that is written keeps its tokens: windows free old blocks, and a state is overwritten."""
         return self.kind in (Kind.FULL, Kind.LATENT)
 
-    def by_kind(self, num_layers: int) -> dict[Kind, dict[int, str]]:
-        """The names of this worker's layers by what they keep, and by their ids in a model of `num_layers` layers.
+    def only(self, names: Collection[str]) -> Group:
+        """The group with those of its layers that are in `names`."""
+        return replace(self, specs={name: spec for name, spec in self.specs.items() if name in names})
+
+    def by_kind(self, num_layers: int | None) -> dict[Kind, dict[int, str]]:
+        """The names of this worker's layers by what they keep, and by their ids in a model of `num_layers` layers, or by
+        vLLM's numbers (`None`).
 
         Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on. Raises
         `ConfigError` for two caches of one kind in a layer.
         """
         found: dict[Kind, dict[int, str]] = {}
         for name, spec in self.specs.items():
-            layers, layer = found.setdefault(kind_of(spec, name), {}), extract_layer_index(name) % num_layers
+            layers, layer = found.setdefault(kind_of(spec, name), {}), extract_layer_index(name)
+            if num_layers is not None:
+                layer %= num_layers
             if layer in layers:
                 what = f"KV cache group {self.index}, layer {layer}"
                 raise ConfigError(f"{what}: expected one cache of each kind, found {layers[layer]!r} and {name!r}")
@@ -141,16 +150,16 @@ def read_groups(config: KVCacheConfig, *, dcp: int = 1) -> tuple[Group, ...]:
             _check(each, what)
         window = samples[0].sliding_window if kind is Kind.WINDOW else None
         block_size = spec.block_size * (dcp if dcp > 1 and spec.dcp_sharded else 1)
-        groups.append(Group(index, kind, block_size, window, specs))
+        num_scratch = samples[0].num_speculative_blocks if kind is Kind.STATE else 0
+        groups.append(Group(index, kind, block_size, window, specs, num_scratch))
     return tuple(groups)
 
 
 def _check(spec: KVCacheSpec, what: str) -> None:
     """Raise `ConfigError` for a layer whose blocks cannot be described."""
     if isinstance(spec, MambaSpec):
-        is_known = len(spec.shapes) == STATES.get(spec.mamba_type.name) and not spec.tp_replicated
-        if not is_known or spec.num_speculative_blocks:
-            found = f"{spec.mamba_type.name} of shapes {spec.shapes} with {spec.num_speculative_blocks} speculative blocks"
+        if len(spec.shapes) != STATES.get(spec.mamba_type.name) or spec.tp_replicated:
+            found = f"{spec.mamba_type.name} of shapes {spec.shapes}"
             raise ConfigError(f"{what}: expected the states of one of {', '.join(STATES)}, found {found}")
         return
     read_format(spec, what)
@@ -164,17 +173,22 @@ def num_handed_over(num_prompt_tokens: int) -> int:
     return num_prompt_tokens - 1
 
 
-def component_names(groups: tuple[Group, ...], *, num_layers: int) -> Iterator[tuple[Group, str, dict[int, str]]]:
-    """The components of a worker: their group, their name, and the names of vLLM's layers by layer id."""
+def component_names(
+    groups: tuple[Group, ...], *, num_layers: int | None, prefix: str = ""
+) -> Iterator[tuple[Group, str, dict[int, str]]]:
+    """The components of a worker: their group, their name after `prefix`, and the names of vLLM's layers by layer id.
+
+    `num_layers` is as in `Group.by_kind`.
+    """
     single = len(groups) == 1 and groups[0].is_incremental and not groups[0].has_windows
     for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
             name = "kv" if kind is Kind.WINDOW else kind.value
             if single and len({_shape(group.specs[each]) for each in layers.values()}) == 1:
-                yield group, component_name(name, None), layers
+                yield group, prefix + component_name(name, None), layers
             else:
                 for layer, vllm_name in sorted(layers.items()):
-                    yield group, component_name(name, layer), {layer: vllm_name}
+                    yield group, prefix + component_name(name, layer), {layer: vllm_name}
 
 
 def _shape(spec: Any) -> tuple[object, ...]:
@@ -185,9 +199,18 @@ def _shape(spec: Any) -> tuple[object, ...]:
 
 def check_engine(config: VllmConfig) -> None:
     """Raise `ConfigError`, saying why, for an engine that this connector cannot serve."""
-    parallel = config.parallel_config
+    parallel, drafts = config.parallel_config, config.speculative_config
     refused = {
-        "speculative decoding: its draft layers are not handed over": config.speculative_config is not None,
+        "speculative decoding with pipeline parallelism: vLLM saves states on the last stage only, and nothing of it was run": (
+            drafts is not None and parallel.pipeline_parallel_size > 1
+        ),
+        "draft layers with decode context parallelism: nothing of it was run": (
+            drafts is not None and parallel.decode_context_parallel_size > 1 and drafts.uses_draft_kv_cache()
+        ),
+        "the speculative method 'extract_hidden_states': its cache has no KV": drafts is not None
+        and drafts.method == "extract_hidden_states",
+        "several modules of multi-token prediction: each reads one token further than the one before it, so use "
+        '"num_speculative_tokens": 1': drafts is not None and drafts.use_multi_module_mtp(),
         "diffusion models: they write their states more than once": config.diffusion_config is not None,
         "prefill context parallelism: several ranks compute one prompt": parallel.prefill_context_parallel_size > 1,
         "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from transformers.utils import cached_file
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
+from disagg.integrations.description import described, digest, rotary, words
 from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
 from disagg.integrations.vllm.formats import has_scales
-from disagg.integrations.vllm.groups import Kind, read_groups
+from disagg.integrations.vllm.groups import Group, Kind
 from disagg.layout.agreement import ModelId
+
+logger = logging.getLogger(__name__)
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
 """vLLM's."""
@@ -49,18 +54,80 @@ def read_source(config: VllmConfig, *, name: str | None) -> Source:
 
 
 def identify(
-    config: VllmConfig, kv: KVCacheConfig, source: Source, *, name: str | None, from_stages: Gather, from_tp: Gather
+    config: VllmConfig, groups: Sequence[Group], source: Source, *, name: str | None, from_stages: Gather, from_tp: Gather
 ) -> ModelId:
-    """The identity of an engine's model. Every worker calls this. `from_stages` gathers from the pipeline stages, and
-    `from_tp` from the tensor-parallel ranks of one.
+    """The identity of an engine's model, without draft layers. Every worker calls this, with the groups of its stage.
+    `from_stages` gathers from the pipeline stages, and `from_tp` from the tensor-parallel ranks of one.
     """
+    model = config.model_config
+    num_layers, num_kv_heads = model.get_total_num_hidden_layers(), int(model.get_total_num_kv_heads())
     windows: dict[int, int] = {}
     scales: dict[int, tuple[float, ...]] = {}
-    for stage in from_stages((_windows(config, kv), _kv_scales(config, kv, from_tp))):
+    own = _windows(config, groups, num_layers), _kv_scales(config, groups, num_layers, num_kv_heads, from_tp)
+    for stage in from_stages(own):
         windows |= stage[0]
         scales |= stage[1]
-    applied = Applied(windows=windows, kv_scales=scales, long_rope=_long_rope(config), options=_options(config))
+    applied = Applied(windows=windows, kv_scales=scales, long_rope=_long_rope(model), options=_options(config))
     return model_id(source, applied, CONVENTIONS, name=name)
+
+
+def identify_draft(config: VllmConfig, groups: Sequence[Group], topology: Topology, *, from_tp: Gather) -> str:
+    """A digest of what the KV of draft layers is made with, besides the model. Every worker of their stage calls this."""
+    speculation = config.speculative_config
+    model = speculation.draft_model_config
+    options = {name: getattr(speculation, name) for name in ("method", "parallel_drafting", "use_heterogeneous_vocab")}
+    layers = {
+        f"layer.{layer}.{kind.value}": _layer(config, kind, group.specs[name], name, topology)
+        for group in groups
+        for kind, found in group.by_kind(None).items()
+        for layer, name in found.items()
+    }
+    applied = Applied(
+        windows=_windows(config, groups, None),
+        kv_scales=_kv_scales(config, groups, None, int(model.get_total_num_kv_heads()), from_tp),
+        long_rope=_long_rope(model),
+        options={name: value for name, value in options.items() if value},
+    )
+    loaded, text = model.hf_config, model.hf_text_config
+    found = (
+        *applied.words(),
+        *words(layers),
+        *rotary(text, long_rope=applied.long_rope),
+        *described(_draft_config(model), overridden={}, loaded=loaded, text=text),
+    )
+    chosen = digest(" ".join(found)).removeprefix("#")
+    if topology.tp_rank == 0:
+        logger.info("draft layers are handed over between servers with the same draft: %s: %s", chosen, " ".join(found))
+    return chosen
+
+
+def _draft_config(model: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a draft model, or what the server has made of a model without one."""
+    try:
+        return read_config(cached_file(model.model, "config.json", revision=model.revision))
+    except (OSError, ConfigError):
+        return model.hf_config.to_dict()  # type: ignore[no-any-return]
+
+
+def _layer(config: VllmConfig, kind: Kind, spec: Any, name: str, topology: Topology) -> str:
+    """What servers must agree on of a draft layer's cache. If they do not, that is no reason to refuse the pair."""
+    heads = draft_heads(config, spec, topology) if kind in (Kind.FULL, Kind.WINDOW) else spec.num_kv_heads * topology.tp
+    format_ = [spec.dtype, spec.kv_quant_mode.name, spec.tokens_per_state]
+    if kind in (Kind.FULL, Kind.WINDOW, Kind.LATENT) and spec.dtype.itemsize == 1:
+        format_.append(fp8_format(config, name) or attention_layer(config, name).kv_cache_dtype)
+    sizes = f"{spec.head_size}+{spec.head_size_v}"
+    return ":".join(map(str, (1 if isinstance(spec, MLAAttentionSpec) else heads, sizes, *format_)))
+
+
+def draft_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
+    """The KV heads of a draft layer over all ranks. Raises `ConfigError` if the ranks have the same heads, not divided ones."""
+    speculation = config.speculative_config
+    total = int(speculation.draft_model_config.get_total_num_kv_heads())
+    if spec.num_kv_heads == max(1, total // topology.tp):
+        return total
+    if (found := speculation.draft_parallel_config.tensor_parallel_size) != topology.tp:
+        raise ConfigError(f"draft_tensor_parallel_size: expected {topology.tp}, that of the server, found {found}")
+    return int(spec.num_kv_heads) * topology.tp
 
 
 def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:
@@ -76,11 +143,10 @@ def attention_layer(config: VllmConfig, layer: str) -> Any:
     return config.compilation_config.static_forward_context[layer]
 
 
-def _windows(config: VllmConfig, kv: KVCacheConfig) -> dict[int, int]:
+def _windows(config: VllmConfig, groups: Sequence[Group], num_layers: int | None) -> dict[int, int]:
     """The layers of this stage that attend to a window: how many tokens before the next one."""
-    num_layers = config.model_config.get_total_num_hidden_layers()
     found = {}
-    for group in read_groups(kv):
+    for group in groups:
         by_kind = group.by_kind(num_layers)
         for layer, name in by_kind.get(Kind.WINDOW, {}).items():
             found[layer] = group.specs[name].sliding_window - 1
@@ -90,12 +156,13 @@ def _windows(config: VllmConfig, kv: KVCacheConfig) -> dict[int, int]:
     return found
 
 
-def _kv_scales(config: VllmConfig, kv: KVCacheConfig, from_tp: Gather) -> dict[int, tuple[float, ...]]:
+def _kv_scales(
+    config: VllmConfig, groups: Sequence[Group], num_layers: int | None, num_kv_heads: int, from_tp: Gather
+) -> dict[int, tuple[float, ...]]:
     """The scales of K and V of this stage's quantized layers: one each, or one for each of the model's KV heads."""
-    num_layers = config.model_config.get_total_num_hidden_layers()
     own: dict[int, tuple[list[float], ...]] = {}
     heads: dict[int, int] = {}
-    for group in read_groups(kv):
+    for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
             if kind not in (Kind.FULL, Kind.WINDOW, Kind.LATENT):
                 continue
@@ -105,23 +172,22 @@ def _kv_scales(config: VllmConfig, kv: KVCacheConfig, from_tp: Gather) -> dict[i
                     own[layer] = tuple(each.reshape(-1).tolist() for each in (attention._k_scale, attention._v_scale))
                     heads[layer] = group.specs[name].num_kv_heads
     ranks = from_tp(own)
-    total = int(config.model_config.get_total_num_kv_heads())
     found = {}
     for layer, (k, v) in own.items():
         if len(k) == 1:
             found[layer] = (*k, *v)
         else:  # ranks next to each other may have the same heads
-            chosen = ranks[:: max(1, heads[layer] * len(ranks) // total)]
+            chosen = ranks[:: max(1, heads[layer] * len(ranks) // num_kv_heads)]
             found[layer] = tuple(scale for part in (0, 1) for rank in chosen for scale in rank[layer][part])
     return found
 
 
-def _long_rope(config: VllmConfig) -> Literal["short", "long"]:
+def _long_rope(model: ModelConfig) -> Literal["short", "long"]:
     """Which factors vLLM takes for the whole life of a server, as in its `Phi3LongRoPEScaledRotaryEmbedding`."""
-    text = config.model_config.hf_text_config
+    text = model.hf_text_config
     parameters: Mapping[str, Any] = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     original = parameters.get("original_max_position_embeddings")
-    return "long" if original is not None and config.model_config.max_model_len > original else "short"
+    return "long" if original is not None and model.max_model_len > original else "short"
 
 
 def _options(config: VllmConfig) -> dict[str, Any]:

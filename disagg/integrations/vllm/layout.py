@@ -24,6 +24,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, RawTensor, raw_tensor
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.topology import Topology
+from disagg.integrations.vllm.drafts import Drafts
 from disagg.integrations.vllm.formats import (
     Format,
     convolved_component,
@@ -34,7 +35,7 @@ from disagg.integrations.vllm.formats import (
     shared_component,
 )
 from disagg.integrations.vllm.groups import Group, Kind, component_names, kind_of, read_groups
-from disagg.integrations.vllm.identity import attention_layer, fp8_format
+from disagg.integrations.vllm.identity import Gather, attention_layer, draft_heads, fp8_format, identify_draft
 from disagg.layout.ownership import Owned
 from disagg.layout.placement import Component
 from disagg.models import ModelSpec, from_config
@@ -68,7 +69,7 @@ class Cache:
     def rows(self, blocks: Sequence[int], *, start: int = 0) -> Rows:
         """The rows of a request with these blocks, of which the first has the token `start`."""
         if self.group.kind is Kind.STATE:
-            return Slot(blocks[-1])
+            return Slot(blocks[-1 - self.group.num_scratch])
         ids = np.asarray(blocks, dtype=np.int32)
         pages = np.add.outer(ids * self.pages_per_block, np.arange(self.pages_per_block, dtype=np.int32))
         pages[ids == NULL_BLOCK] = -1
@@ -80,17 +81,29 @@ def read_caches(
     kv: KVCacheConfig,
     tensors: Mapping[str, torch.Tensor],
     topology: Topology,
+    *,
     model: Mapping[str, Any],
+    drafts: Drafts,
+    from_tp: Gather,
 ) -> tuple[Cache, ...]:
     """Describe a worker's KV cache, of its own pipeline stage. `model` is the `config.json`, which describes recurrent states.
+    `from_tp` gathers from the tensor-parallel ranks of the stage.
+
+    Draft layers are optional components. What their KV is made with is in the components' names: servers with different
+    drafts have no draft component in common.
 
     Raises `ConfigError` for an engine whose cache cannot be moved, or whose worker's tensors are not as expected.
     """
-    groups = read_groups(kv, dcp=topology.cp)
+    groups = drafts.target(read_groups(kv, dcp=topology.cp))
+    draft_groups = drafts.draft(read_groups(kv, dcp=topology.cp))
     name_of_model = str(config.model_config.model)
     describe = functools.cache(lambda: from_config(model, name=name_of_model, kv_dtype="bfloat16"))  # KV has its tensors' dtype
+    parts = [(*part, False) for part in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers())]
+    if draft_groups:
+        prefix = f"draft.{identify_draft(config, draft_groups, topology, from_tp=from_tp)}."
+        parts += [(*part, True) for part in component_names(draft_groups, num_layers=None, prefix=prefix)]
     caches = []
-    for group, name, layers in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()):
+    for group, name, layers, is_draft in parts:
         first = next(iter(layers.values()))
         shape = group.specs[first]
         kind, tokens = kind_of(shape, first), _tokens(config, shape)
@@ -98,15 +111,20 @@ def read_caches(
         if kind is Kind.STATE:
             component = _state(describe, name, given, shape, topology=topology)
         elif kind is Kind.CONVOLVED:
-            component = convolved_component(name, given, shape, topology=topology)
+            component = convolved_component(name, given, shape, topology=topology, optional=is_draft)
         elif kind in SHARED or is_windowed_latent(shape):
             if kind is Kind.LATENT:
                 given = {layer: _typed(config, layers[layer], tensor) for layer, tensor in given.items()}
             role = SHARED.get(kind, "latent")
-            component = shared_component(name, role, given, shape, topology=topology, tokens=tokens, optional=False)
+            component = shared_component(name, role, given, shape, topology=topology, tokens=tokens, optional=is_draft)
         else:
             given = {layer: _typed(config, layers[layer], tensor) for layer, tensor in given.items()}
-            component = _attention(config, describe, name, layers, given, shape, topology=topology, tokens=tokens)
+            if is_draft:
+                heads = draft_heads(config, shape, topology)
+            else:
+                heads = _total_heads(config, describe, next(iter(layers)), shape, topology)
+            placed: dict[str, Any] = {"topology": topology, "tokens": tokens, "optional": is_draft}
+            component = _attention(config, name, layers, given, shape, num_kv_heads=heads, **placed)
         pages_per_block, rest = divmod(next(iter(given.values())).shape[0], kv.num_blocks)
         if rest:
             raise ConfigError(f"component {name!r}: expected whole kernel blocks in each of {kv.num_blocks} blocks")
@@ -187,17 +205,17 @@ def _head_counts(config: object) -> set[int]:
 
 def _attention(
     config: VllmConfig,
-    describe: Describe,
     name: str,
     layers: Mapping[int, str],
     tensors: Mapping[int, torch.Tensor],
     spec: Any,
     *,
+    num_kv_heads: int,
     topology: Topology,
     tokens: Rule,
+    optional: bool,
 ) -> Component:
     """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU."""
-    heads = _total_heads(config, describe, next(iter(layers)), spec, topology)
     layer = attention_layer(config, next(iter(layers.values())))
     backend, found = layer.get_attn_backend().get_name(), read_format(spec, name)
     axes: str | dict[str, str]
@@ -213,10 +231,10 @@ def _attention(
             tensors,
             spec,
             cache_dtype=layer.kv_cache_dtype,
-            num_kv_heads=heads,
+            num_kv_heads=num_kv_heads,
             topology=topology,
             tokens=tokens,
-            optional=False,
+            optional=optional,
         )
     if backend == "CPU_ATTN":
         axes = {"k": "page kv_head dim token", "v": "hnd"}
@@ -225,7 +243,9 @@ def _attention(
         axes, views = "nhd", {layer: plane_views(tensor, spec) for layer, tensor in tensors.items()}
     else:
         axes, views = "hnd", {layer: _gpu_views(tensor, spec) for layer, tensor in tensors.items()}
-    return paged.gqa(views, axes=axes, num_kv_heads=heads, topology=topology, name=name, tokens=tokens)
+    return paged.gqa(
+        views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name, tokens=tokens, optional=optional
+    )
 
 
 def _gpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +284,7 @@ def _state_roles(describe: Describe, name: str, layer: int, spec: Any, topology:
 
 def _state(describe: Describe, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology) -> Component:
     """The states of a layer, which lie one after the other in a block: its convolution window and its recurrent state, or one
-    of the two.
+    of the two. With speculation the window has more places than the model reads: those of a prompt are the first.
     """
     (layer,) = tensors
     kinds = _state_roles(describe, name, layer, shape, topology)
@@ -279,10 +299,12 @@ def _state(describe: Describe, name: str, tensors: Mapping[int, torch.Tensor], s
         kind = str(dtype).removeprefix("torch.")
         itemsize = ITEMSIZE[kind]
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+        names = axes.get(role.name, role.axes).split()[1:]
+        moved = tuple(role.inner[axis].size if axis == "width" else size for axis, size in zip(names, sizes, strict=True))
         tensors_by_role[role.name] = {
             layer: RawTensor(
                 page.pointer + offset,
-                (page.shape[0], *sizes),
+                (page.shape[0], *moved),
                 (page.strides[0] * page.itemsize // itemsize, *strides),
                 kind,
                 page.device,

@@ -26,7 +26,8 @@ from disagg.core.rows import Rows
 from disagg.core.topology import Topology
 from disagg.integrations.handoff import Payload
 from disagg.integrations.options import Options
-from disagg.integrations.vllm.groups import check_engine
+from disagg.integrations.vllm.drafts import Drafts
+from disagg.integrations.vllm.groups import check_engine, read_groups
 from disagg.integrations.vllm.identity import identify, read_source
 from disagg.integrations.vllm.layout import Cache, rank_topology, read_caches
 from disagg.integrations.vllm.metadata import (
@@ -106,14 +107,18 @@ class WorkerHalf:
         topology = rank_topology(self._config.parallel_config, tp_rank=tp.rank_in_group, pp_rank=pp.rank_in_group)
         name = self._options.model
         source = read_source(self._config, name=name)
+        drafts = Drafts(self._config, self._kv)
 
         def describe() -> list[Component]:
-            self._caches = read_caches(self._config, self._kv, tensors, topology, source.config)
+            self._caches = read_caches(
+                self._config, self._kv, tensors, topology, model=source.config, drafts=drafts, from_tp=_from_tp
+            )
             return [cache.component for cache in self._caches]
 
         components = join_stages(describe, topology=topology, gather=_from_stages)
         self._is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        identity = identify(self._config, self._kv, source, name=name, from_stages=_from_stages, from_tp=_from_tp)
+        groups = drafts.target(read_groups(self._kv))
+        identity = identify(self._config, groups, source, name=name, from_stages=_from_stages, from_tp=_from_tp)
         leader = self._start(components, topology, identity, None) if topology.rank == 0 else None
         leader = tp.broadcast_object(pp.broadcast_object(leader) if tp.rank_in_group == 0 else None)
         if topology.rank != 0:

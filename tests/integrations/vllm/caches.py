@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from disagg.integrations.vllm.drafts import Drafts
 from disagg.integrations.vllm.groups import Group, Kind, read_groups
 from disagg.integrations.vllm.layout import Cache, rank_topology, read_caches
 from disagg.layout.binding import bind
@@ -80,7 +81,10 @@ class Rank:
         self.bytes.copy_(torch.randint(0, 256, self.bytes.shape, dtype=torch.uint8))
         self.config = _config(server)
         self.topology = rank_topology(self.config.parallel_config, tp_rank=number, pp_rank=0)
-        self.caches: tuple[Cache, ...] = read_caches(self.config, server.kv, self.views, self.topology, server.model)
+        drafts = Drafts(self.config, server.kv)
+        self.caches: tuple[Cache, ...] = read_caches(
+            self.config, server.kv, self.views, self.topology, model=server.model, drafts=drafts, from_tp=lambda own: [own]
+        )
 
     def write(self, request: Request, needs: Sequence[tuple[int, int]]) -> None:
         """Put a request's content where vLLM's kernels have it: the tokens of `needs` by group."""
