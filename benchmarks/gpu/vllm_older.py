@@ -66,13 +66,21 @@ _attention = layout._attention
 
 
 def _older_attention(
-    name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology
+    config: VllmConfig,
+    name: str,
+    layers: Mapping[int, str],
+    tensors: Mapping[int, torch.Tensor],
+    spec: Any,
+    *,
+    num_kv_heads: int,
+    topology: Topology,
+    **placed: Any,
 ) -> Component:
     """K and V, which on a GPU vLLM 0.23 gives as `[block, K or V, token, head, dim]`."""
     if next(iter(tensors.values())).dim() != 5:
-        return _attention(name, tensors, spec, num_kv_heads=num_kv_heads, topology=topology)
+        return _attention(config, name, layers, tensors, spec, num_kv_heads=num_kv_heads, topology=topology, **placed)
     views = {layer: (tensor[:, 0], tensor[:, 1]) for layer, tensor in tensors.items()}
-    return paged.gqa(views, axes="nhd", num_kv_heads=num_kv_heads, topology=topology, name=name)
+    return paged.gqa(views, axes="nhd", num_kv_heads=num_kv_heads, topology=topology, name=name, **placed)
 
 
 @dataclass
