@@ -47,9 +47,9 @@ def test_answers_are_those_of_one_server(case: str, start: Callable[..., Engine]
 
 
 def test_decode_computes_windows_that_prefill_has_not_kept(start: Callable[..., Engine]) -> None:
-    """Decode keeps all blocks, since vLLM's hybrid KV cache manager is off there, and prefill only those of the windows."""
-    prefill, decode = start("gemma3"), start("gemma3", disable_hybrid_kv_cache_manager=True)
-    asked = prompts((200, 500))
+    """Decode keeps all blocks, since vLLM's hybrid KV cache manager is off there, and prefill frees some between its chunks."""
+    prefill, decode = start("gemma3", max_num_batched_tokens=128), start("gemma3", disable_hybrid_kv_cache_manager=True)
+    asked = prompts((500, 900))
     expected = decode.wait_ready().generate(asked, max_tokens=16)
     found = hand_over(prefill.wait_ready(), decode, asked)
     check_equal(expected, found)
