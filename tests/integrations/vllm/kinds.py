@@ -1,4 +1,8 @@
-"""The caches of models, as vLLM's own layers describe them, and where vLLM's own kernels have their bytes."""
+"""The caches of models, as vLLM's own layers describe them, and where vLLM's own kernels have their bytes.
+
+Import no module of vLLM that imports numba: engines are forked from this process, and vLLM's CPU workers, which look through
+all modules, do not start beside it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,6 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
 from vllm.models.deepseek_v4.compressor import CompressorStateCache
 from vllm.models.inkling.nvidia.sconv_swa_attn import InklingConvState
-from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_kv_cache_full_dim, nvfp4_split_data_scale
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend, B12xPagedAttentionImpl
@@ -265,7 +268,7 @@ def kda(layers: Iterable[int], heads: int, dim: int, *, kernel: int = 4) -> list
 
     return states(
         layers,
-        KimiK3DeltaAttention,
+        GatedDeltaNetAttention,
         lambda tp: MambaStateShapeCalculator.kda_state_shape(tp, heads, dim, conv_kernel_size=kernel),
         (MODEL_DTYPE, torch.float32),
         {"conv": ((kernel - 1, 3 * own), channels), "temporal": ((heads, dim, dim), _by_head(heads))},
