@@ -180,7 +180,8 @@ class VllmServers:
         self._server = {name: first.params[name] for name in ("remote_engine_id", "remote_address")} if first.params else {}
         (self._dead_port,) = free_ports(1)
         self._turns: dict[str, Turn] = {}
-        self._preempted = 0
+        self._preempted = self._failed_loads = 0
+        self._are_both_asked = False
 
     def _add(self, engine: Engine, turn: Turn, params: Mapping[str, Any] | None = None, *, more: int = 0) -> str:
         """Ask an engine a turn, for `more` tokens than are wanted."""
@@ -209,6 +210,8 @@ class VllmServers:
     def divided(self, turns: Sequence[Turn]) -> list[Answer | None]:
         """Prompts go to prefill in their order, and to decode as soon as prefill has answered; others go to decode at once."""
         self._preempted = self._prefill.counts["preempted"]
+        self._failed_loads = self._decode.counts["failed_loads"]
+        self._are_both_asked = any(turn.way is Way.BOTH_AT_ONCE for turn in turns)
         open_requests, until = _Open(), time.monotonic() + TIMEOUT_S
         for turn in turns:
             self._begin(turn, open_requests)
@@ -268,7 +271,8 @@ class VllmServers:
 
     def problem(self, turn: Turn, answer: Answer) -> str:
         """VLLM's counts must be those of a hand-over: all prompt tokens but the last were cached or loaded. Of other prompts
-        none were loaded. A request that prefill has preempted is computed by decode if both were asked at once.
+        none were loaded. A request that prefill has preempted is computed by decode if both were asked at once. While some are
+        asked so, both servers may be full of requests that the other has no room for; prefill then ends one, whose load fails.
         """
         assert answer.num_local is not None
         assert answer.num_external is not None
@@ -276,6 +280,9 @@ class VllmServers:
         if not self.is_handed_over(turn):
             return f"expected no token loaded, found {found}" if answer.num_external else ""
         if turn.way is Way.BOTH_AT_ONCE and self._prefill.counts["preempted"] > self._preempted:
+            return ""
+        has_failed = answer.num_external == 0 and self._decode.counts["failed_loads"] > self._failed_loads
+        if self._are_both_asked and has_failed:
             return ""
         has_all = answer.num_local + answer.num_external == len(turn.prompt.tokens) - 1
         return "" if has_all else f"expected all but one token cached or loaded, found {found}"
