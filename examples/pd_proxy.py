@@ -45,6 +45,8 @@ GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
+DECLINED = "decode does not want the request"
+"""In the error of SGLang's prefill: decode has all of it cached, or computes it."""
 FIRST_RANK = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 Body = Mapping[str, Any]
 
@@ -528,7 +530,7 @@ class Proxy:
         server is not where it was, or hands over another attempt or nothing. Raises `NotPrefilled` if prefill has failed.
         """
         if (error := prefilling.exception()) is not None:
-            if asked.begun:  # decode has what it needs, or computes it
+            if asked.begun or DECLINED in str(error):  # decode has what it needs
                 return answering, True
             is_final = isinstance(error, Refused) and error.status != web.HTTPNotFound.status_code  # it may lack the adapter
             if is_final or not isinstance(error, ClientError | Failed | Refused):

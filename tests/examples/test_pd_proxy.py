@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse, ClientSession, web
 
-from examples.pd_proxy import MAX_BODY_NBYTES, Proxy
+from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Proxy
 
 WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
 COMPLETION = {"model": "model", "prompt": "Prefill computes, decode", "max_tokens": 4}
@@ -612,6 +612,27 @@ def test_sglang_prefill_fails_after_decode_has_begun(status: int) -> None:
         assert len(pair.decode.asked) == 1
 
     run(scenario, sglang(fails), sglang(slowly))
+
+
+def test_sglang_prefill_fails_since_decode_has_declined() -> None:
+    """Decode has all of the request cached, and is asked once."""
+    has_failed = asyncio.Event()
+
+    async def fails(_: web.Request, __: Asked) -> web.StreamResponse:
+        has_failed.set()
+        message = f"Prefill bootstrap failed with exception KVTransferError(bootstrap_room=5): {DECLINED}"
+        return web.json_response({"object": "error", "message": message}, status=500)
+
+    async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await has_failed.wait()
+        await asyncio.sleep(0.05)
+        return await says(200, {"text": "a"})(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({"text": "a"}, path="/generate"))[0] == 200
+        assert (len(pair.prefill.asked), len(pair.decode.asked), pair.decode.num_cut) == (1, 1, 0)
+
+    run(scenario, sglang(fails), sglang(later))
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/generate"])
