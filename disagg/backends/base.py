@@ -82,7 +82,7 @@ class BackendOptions:
 
 
 ADDRESS_SPACE = 256
-"""How many times an engine that only sockets serve has its lent slots reserved as addresses."""
+"""How many times lent slots are reserved as addresses, for an engine that pins no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from disagg.backends.adapter import Adapter, AdapterPeer
-from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus, Transport
+from disagg.backends.base import ADDRESS_SPACE, BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus, Transport
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable
@@ -101,7 +101,9 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
     @staticmethod
     def staging_for(_: BackendOptions) -> StagingShape:
         """Break-even with single pieces is about 4 KiB. The engine gathers pieces into the peer's slots, so slots are large."""
-        return StagingShape(pack_below=8 << 10, slot_nbytes=8 << 20, window=4, num_lent=8, gathers_from=GATHER_FROM)
+        return StagingShape(
+            pack_below=8 << 10, slot_nbytes=8 << 20, window=4, num_lent=8, gathers_from=GATHER_FROM, address_space=ADDRESS_SPACE
+        )
 
     @property
     def staging(self) -> StagingShape:

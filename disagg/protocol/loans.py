@@ -54,19 +54,20 @@ class Slots(Protocol):
         """Nobody writes to a slot any more."""
 
     def replace(self, address: int, /) -> bool:
-        """A slot may be written for ever: let another address take its place. Returns whether there is one."""
+        """A slot may still be written: let another address take its place. Returns whether there is one."""
+
+    def renew(self, address: int, /) -> None:
+        """Nobody writes to a slot that was replaced: it may take the place of another."""
 
 
 @dataclass
 class Account:
     """The loans to one connection of a peer: by number, `unfilled` ones and those that are being `unpacked`. Numbers before
-    `first` are of earlier connections, and `newest` is the last. `wants`: how many more it could fill. `provable`: once the
-    peer has ended, that can be proved.
+    `first` are of earlier connections, and `newest` is the last. `wants`: how many more it could fill.
     """
 
     epoch: int
     generation: int
-    provable: bool
     first: int
     newest: int
     unfilled: dict[int, int] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class Lender:
         self._accounts: dict[PeerRank, Account] = {}
         self._waiting: deque[PeerRank] = deque()
         self._changed: dict[PeerRank, None] = {}
-        self._lost: dict[tuple[PeerRank, int], list[int]] = {}
+        self._lost: dict[tuple[PeerRank, int], dict[int, bool]] = {}  # by address: whether it was replaced
 
     @property
     def num_lent(self) -> int:
@@ -99,12 +100,18 @@ class Lender:
 
     @property
     def num_lost(self) -> int:
-        """Slots of lost writers that are not proved quiet."""
-        return sum(map(len, tuple(self._lost.values())))
+        """Slots of lost writers that are not proved quiet, and that no other address could take the place of."""
+        return sum(not replaced for lost in tuple(self._lost.values()) for replaced in tuple(lost.values()))
 
-    def open(self, peer: PeerRank, epoch: int, generation: int, *, provable: bool = True) -> Lending | None:
+    @property
+    def problem(self) -> str:
+        """Why this rank can lend few slots; empty while it can lend most."""
+        lost, total = self.num_lost, self._slots.total if self._slots is not None else 0
+        return f"{lost} of {total} staging slots may still be written by peers that are gone" if 2 * lost > total else ""
+
+    def open(self, peer: PeerRank, epoch: int, generation: int) -> Lending | None:
         """The terms for a connection, or `None` if this rank lends nothing. Loans to an earlier connection are void: its late
-        writes may still come. `provable`: see `Account`.
+        writes may still come.
         """
         if self._slots is None:
             return None
@@ -113,7 +120,7 @@ class Lender:
             if account is not None:
                 self._retire(peer, account)
             number = next(self._numbers)
-            account = self._accounts[peer] = Account(epoch, generation, provable, number, number)
+            account = self._accounts[peer] = Account(epoch, generation, number, number)
         return Lending(slot_nbytes=self._slots.slot_nbytes, first=account.first)
 
     def ahead(self, peer: PeerRank) -> None:
@@ -215,23 +222,22 @@ class Lender:
             self._retire(peer, account)
 
     def _retire(self, peer: PeerRank, account: Account) -> None:
-        """Slots that a connection may still write to are not lent again before `peer_quiet`. Where no proof will come, other
+        """Slots that a connection may still write to are not lent again before `peer_quiet`, which may never come. Other
         addresses take their place, as long as there are any.
         """
         assert self._slots is not None
         self._changed.pop(peer, None)
-        replace = self._slots.replace
-        lost = [address for address in account.unfilled.values() if account.provable or not replace(address)]
+        if account.unfilled:
+            lost = self._lost.setdefault((peer, account.epoch), {})
+            lost |= {address: self._slots.replace(address) for address in account.unfilled.values()}
         account.unfilled.clear()
-        if lost:
-            self._lost.setdefault((peer, account.epoch), []).extend(lost)
         self._serve()
 
     def peer_quiet(self, peer: PeerRank, epoch: int) -> None:
         """A rank that was lost at that epoch is proved to write no more."""
-        for address in self._lost.pop((peer, epoch), ()):
+        for address, replaced in self._lost.pop((peer, epoch), {}).items():
             assert self._slots is not None
-            self._slots.give_back(address)
+            (self._slots.renew if replaced else self._slots.give_back)(address)
         if self._slots is not None:
             self._serve()
 

@@ -108,7 +108,7 @@ class Connections:
         for peer, rank in self._handshake.connected() if self._processes.have_ended() else ():
             self._check_process(peer, rank, now)
         try:
-            due = renewal_due(self._backend)
+            due = "; ".join(filter(None, (self._sessions.lender.problem, renewal_due(self._backend))))
         except BaseException as error:  # noqa: BLE001 (an engine of a third party's)
             due = f"the engine cannot say whether that is so: {type(error).__name__}: {error}"
         if due:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from disagg.backends.abilities import Gathering, SeveralEngines
 from disagg.backends.base import Backend, RemotePeer
@@ -55,21 +55,11 @@ class RemoteRank:
     gathers_from: int | None
 
 
-class Lend(Protocol):
-    """Opens an account for a peer rank, at an epoch and a generation of its connection, whose end is `provable` or not."""
-
-    def __call__(self, peer: PeerRank, epoch: int, generation: int, /, *, provable: bool) -> Lending | None: ...
-
+Lend = Callable[[PeerRank, int, int], Lending | None]
+"""Opens an account for a peer rank, at an epoch and a generation of its connection."""
 
 Attest = Callable[[str, int, int], ProcessWatch | None]
 """The process of a rank of an instance at an epoch, if the kernel attests it."""
-
-
-class _Trust(NamedTuple):
-    """Whether the kernel attests a peer's process, and whether the process may write rows."""
-
-    attested: bool
-    direct: bool
 
 
 @dataclass
@@ -104,7 +94,7 @@ class Handshake:
         self._memory = memory
         self._pack_below = pack_below
         self._direct_between_hosts = direct_between_hosts
-        self._trusts: dict[PeerRank, dict[int, _Trust]] = {}  # by epoch: the newest two
+        self._direct: dict[PeerRank, dict[int, bool]] = {}  # by epoch: the newest two
         self._attest = attest
         self._agreements = Agreements(local)
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
@@ -197,20 +187,18 @@ class Handshake:
         is proved at once. Others write slots, if they can, so that no row waits for a proof that cannot come.
         """
         peer = PeerRank(hello.instance, hello.rank)
-        trusts = self._trusts.setdefault(peer, {})
-        if hello.epoch not in trusts:  # what a process was told first, counts
+        direct = self._direct.setdefault(peer, {})
+        if hello.epoch not in direct:  # what a process was told first, counts
             attested = self._attest(hello.instance, hello.rank, hello.epoch) is not None
             must_pack = hello.packs and self._pack_below > 0 and not self._direct_between_hosts
-            trusts[hello.epoch] = _Trust(attested, attested or not must_pack)
-            if len(trusts) > 2:
-                del trusts[next(iter(trusts))]
-        trust = trusts[hello.epoch]
-        return self._lend(peer, hello.epoch, hello.generation, provable=trust.attested), trust.direct
+            direct[hello.epoch] = attested or not must_pack
+            if len(direct) > 2:
+                del direct[next(iter(direct))]
+        return self._lend(peer, hello.epoch, hello.generation), direct[hello.epoch]
 
     def is_direct(self, peer: PeerRank, epoch: int) -> bool:
         """Whether a rank at an epoch may have written rows."""
-        trust = self._trusts.get(peer, {}).get(epoch)
-        return trust is None or trust.direct
+        return self._direct.get(peer, {}).get(epoch, True)
 
     def validate_welcome(self, welcome: Welcome) -> int:
         """Validate a peer's welcome and return its number of ranks. Raises `DisaggError` as `accept_hello` does."""
@@ -344,8 +332,8 @@ class Handshake:
         found = self._instances.get(instance)
         if found is not None and not found.ranks:
             del self._instances[instance]
-            for peer in [peer for peer in self._trusts if peer.instance == instance]:
-                del self._trusts[peer]
+            for peer in [peer for peer in self._direct if peer.instance == instance]:
+                del self._direct[peer]
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Close the engine's connection to a rank."""

@@ -27,7 +27,8 @@ class Health:
 
     Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
     `renewal_due` says why to close this manager and build another over the same pools: there are more of them than
-    `Limits.max_quarantined`, and the end of an engine is a proof for most; or the engine will never serve new peers again.
+    `Limits.max_quarantined`, and the end of an engine is a proof for most; or peers that are gone may still write to most of
+    the staging slots; or the engine will never serve new peers again.
     """
 
     ok: bool
@@ -61,7 +62,7 @@ def health_of(runtime: Runtime) -> Health:
         num_sending=senders[True],
         quarantined=counts,
         pack_below=runtime.pack_below,
-        renewal_due="; ".join(filter(None, (too_many, renewal_due(runtime.backend)))),
+        renewal_due="; ".join(filter(None, (too_many, runtime.sessions.lender.problem, renewal_due(runtime.backend)))),
     )
 
 

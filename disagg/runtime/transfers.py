@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from disagg.core.errors import RemoteProtocolError
 from disagg.core.rows import Pages, Rows
 from disagg.protocol.messages import Filled, Message
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
@@ -142,7 +143,11 @@ class Transfers:
     def take_loans(self, effect: TakeLoans, now: float) -> None:
         """The peer has listed its loans. What was given back before is given back again: that message was lost or is late."""
         loans = self._loans_of(effect.peer)
-        forgotten = loans.listed(effect.loans, effect.newest) if loans is not None else ()
+        try:
+            forgotten = loans.listed(effect.loans, effect.newest) if loans is not None else ()
+        except RemoteProtocolError as error:
+            self._on_unreachable(effect.peer, str(error), now)
+            return
         if forgotten:
             self._ask(effect.peer, now, returned=forgotten)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -19,6 +20,9 @@ import numpy.typing as npt
 from disagg.backends.base import StagingShape
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
+from disagg.core.thread_log import ThreadLog
+
+logger = ThreadLog(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -137,18 +141,24 @@ class SlotPool:
 class LentSlots:
     """The slots that a receiver lends to its writers. Used by one thread.
 
-    Host memory that only sockets write to is reserved `address_space` times over: a slot that may be written for ever is
-    replaced by other addresses, and its pages go back to the system.
+    Memory that no device writes to is reserved `address_space` times over, where the system lets it: a slot that may still be
+    written is replaced by another address, and its pages go back to the system.
     """
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
         self.slot_nbytes, self.window, self.total = shape.slot_nbytes, shape.window, shape.num_lent
         self.batch = shape.batch
         active = shape.slot_nbytes * shape.num_lent
-        self.memory = StagingMemory(active * shape.address_space, allocate_on_device)
+        try:
+            self.memory = StagingMemory(active * shape.address_space, allocate_on_device)
+        except OSError as error:  # the system counts reserved addresses as memory (vm.overcommit_memory=2, ulimit -v)
+            logger.warning(
+                "slots of lost peers cannot be replaced: %d bytes of addresses: %s", active * shape.address_space, error
+            )
+            self.memory = StagingMemory(active, allocate_on_device)
         base = self.memory.region.address
         self._free = [base + i * shape.slot_nbytes for i in reversed(range(shape.num_lent))]
-        self._unused = iter(range(base + active, base + self.memory.region.nbytes, shape.slot_nbytes))
+        self._unused = deque(range(base + active, base + self.memory.region.nbytes, shape.slot_nbytes))
 
     @property
     def num_free(self) -> int:
@@ -163,15 +173,18 @@ class LentSlots:
         self._free.append(address)
 
     def replace(self, address: int) -> bool:
-        """Let addresses that were never used take the place of a slot that may be written for ever. Returns whether there are
-        any left.
+        """Let an address that nobody writes to take the place of a slot that may still be written. Returns whether there is
+        one.
         """
-        unused = next(self._unused, None)
-        if unused is None:
+        if not self._unused:
             return False
         self.memory.give_pages_back(address, self.slot_nbytes)
-        self._free.insert(0, unused)
+        self._free.insert(0, self._unused.popleft())
         return True
+
+    def renew(self, address: int) -> None:
+        """Nobody writes to a slot that was replaced: it may take the place of another."""
+        self._unused.append(address)
 
 
 class Loans:
@@ -224,21 +237,21 @@ class Loans:
     def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
         """The peer lists its loans. Returns those that were given back before.
 
-        Raises `RemoteProtocolError` for a slot that is in no region of the peer's.
+        Raises `RemoteProtocolError`, with nothing changed, for a slot that is in no region of the peer's.
         """
         with self._lock:
             known = self._free.keys() | self._used
             new = {number: address for number, address in loans if number > self.seen}
-            forgotten = tuple(number for number, _ in loans if self._first < number <= self.seen and number not in known)
-            numbers = {number for number, _ in loans}
-            self._used = {number for number in self._used if number in numbers or number > newest}
-            self.seen = max(self.seen, newest)
             for address in new.values():
                 stop = address + self.slot_nbytes
                 if not any(each.address <= address and stop <= each.address + each.nbytes for each in self._regions):
                     raise RemoteProtocolError(
                         f"loan: slot [{address:#x}, {stop:#x}) is in no region that the peer has registered"
                     )
+            forgotten = tuple(number for number, _ in loans if self._first < number <= self.seen and number not in known)
+            numbers = {number for number, _ in loans}
+            self._used = {number for number in self._used if number in numbers or number > newest}
+            self.seen = max(self.seen, newest)
             self._free.update(new)
         return forgotten
 

@@ -150,8 +150,7 @@ class Staging:
             return None
         opened, loans = self._loans.get((source, destination.name), (-1, None))
         if loans is None or opened != epoch:
-            provable = all(loss.proved for loss in self.world.scenario.losses)
-            lending = destination.sessions.lender.open(source.name, epoch, 0, provable=provable)
+            lending = destination.sessions.lender.open(source.name, epoch, 0)
             assert lending is not None
             loans = Loans(lending.slot_nbytes, lending.first, (RemoteRegion(1, 1 << 40),))
             self._loans[source, destination.name] = epoch, loans

@@ -102,7 +102,7 @@ class Host:
 
     def __init__(self, name: PeerRank, scenario: Scenario, *, born: int = 0) -> None:
         self.name, self.born = name, born
-        self.slots = SlotPool()
+        self.slots = SlotPool(replaces=scenario.replaces_slots)
         draws = itertools.count(1)
         self.sessions = Sessions(
             group=name.rank // scenario.group_size(name.instance),

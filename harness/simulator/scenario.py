@@ -111,6 +111,11 @@ class Scenario:
     slots_only: bool = False
     limits: Limits = field(default_factory=lambda: Limits(parked_reserve_s=15.0))
 
+    @property
+    def replaces_slots(self) -> bool:
+        """Whether slots of lost ranks are replaced. Without that they come back with a proof only."""
+        return self.slots_only or not all(loss.proved for loss in self.losses)
+
     def group_size(self, instance: str) -> int:
         """The number of ranks in a group of `instance`."""
         return {PREFILL: self.num_senders, DECODE: self.num_receivers, INTRUDER: 1}[instance]

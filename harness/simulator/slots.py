@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from disagg.protocol.types import Ticket
@@ -19,17 +20,21 @@ class SlotContent(NamedTuple):
 
 
 class SlotPool:
-    """Few slots, so that writers wait for them. `memory` has the content of each by address."""
+    """Few slots, so that writers wait for them. `memory` has the content of each by address. If it `replaces` slots, there are
+    always addresses left.
+    """
 
     slot_nbytes = SLOT_CELLS
     window = 2
     batch = 1
     total = 5
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaces: bool) -> None:
+        self._replaces = replaces
         self.free = [4096 * (number + 1) for number in range(self.total)]
         self.memory: dict[int, SlotContent] = {}
-        self._unused = 1 << 20
+        self._unused: list[int] = []
+        self._addresses = itertools.count(self.total + 1)
 
     @property
     def num_free(self) -> int:
@@ -44,7 +49,11 @@ class SlotPool:
         self.free.append(address)
 
     def replace(self, address: int) -> bool:  # noqa: ARG002
-        """An address that was never used takes the place of another."""
-        self._unused += 4096
-        self.free.append(self._unused)
-        return True
+        """An address that nobody writes to takes the place of another."""
+        if self._replaces:
+            self.free.append(self._unused.pop() if self._unused else 4096 * next(self._addresses))
+        return self._replaces
+
+    def renew(self, address: int) -> None:
+        """Nobody writes to a slot that was replaced."""
+        self._unused.append(address)

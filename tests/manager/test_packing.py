@@ -19,6 +19,7 @@ from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from disagg.transfer import unpacking, worker
 from disagg.transfer.jobs import Unpack
+from disagg.transfer.staging import LentSlots
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
 
 
@@ -97,6 +98,19 @@ def test_requests_complete_although_slot_messages_are_lost(lost: str) -> None:
         for _ in range(3):
             assert all(event.ok for event in instances.transfer(37))
         assert sum(channel.counts["lose"] for channel in channels) >= 3
+
+
+def test_a_loan_of_a_slot_that_is_not_the_peers_ends_the_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides end what they have with each other, and connect anew."""
+    with cluster(Side(), Side(page=8), settings=ALL_PACKED) as instances:
+        with monkeypatch.context() as patch:
+            patch.setattr(LentSlots, "take", lambda _: 8)
+            events = instances.transfer(20)
+        assert any("is in no region that the peer has registered" in str(event.error) for event in events)
+        assert not any(event.ok for event in events)
+        for rank, peer in ((instances.prefill[0], "decode-0"), (instances.decode[0], "prefill-0")):
+            rank.manager.wait_ready(peer, timeout_s=DEADLINE_S)
+            assert rank.manager.health().ok
 
 
 def test_rows_are_not_released_while_the_receiver_unpacks_into_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,16 @@ class Pool:
         self.free.append((1 << 20) + 4096 * self.spare)
         return True
 
+    def renew(self, address: int) -> None:
+        assert address not in self.free
+        self.spare += 1
 
-def make(pool: Pool, *peers: PeerRank, provable: bool = True) -> Lender:
+
+def make(pool: Pool, *peers: PeerRank) -> Lender:
     """A lender with an account for each peer at epoch 7. Its first loan after them has number 1 + the number of peers."""
     lender = Lender(effects=deque[Effect](), slots=pool, draw=lambda _: 0)
     for peer in peers:
-        lender.open(peer, 7, 0, provable=provable)
+        lender.open(peer, 7, 0)
     return lender
 
 
@@ -270,14 +274,40 @@ def test_loans_of_a_lost_writer_come_back_with_the_proof() -> None:
     assert (pool.num_free, lender.num_lost) == (4, 0)
 
 
-def test_loans_without_a_proof_are_replaced_as_long_as_there_are_addresses() -> None:
+def test_loans_of_a_lost_writer_are_replaced_as_long_as_there_are_addresses() -> None:
     pool = Pool(total=4, window=4, spare=1)
-    lender = make(pool, PEER, provable=False)
+    lender = make(pool, PEER)
     wants(lender, PEER, 2)
     lent = {address for _, address in listed(lender)[PEER]}
     lender.peer_lost(PEER, 7)
-    assert (pool.num_free, lender.num_lost) == (3, 1)
+    assert (pool.num_free, pool.spare, lender.num_lost) == (3, 0, 1)
     assert not lent & set(pool.free)
+    lender.peer_quiet(PEER, 7)
+    assert (pool.num_free, pool.spare, lender.num_lost) == (4, 1, 0), "the replaced address may take the place of another"
+
+
+def test_a_rank_that_connects_again_and_again_leaves_slots_for_others() -> None:
+    pool = Pool(total=8, window=4, spare=100)
+    lender = make(pool, PEER, SIBLING)
+    for generation in range(1, 20):
+        wants(lender, PEER, 4)
+        assert len(listed(lender)[PEER]) == 4
+        lender.open(PEER, 7, generation)
+    wants(lender, SIBLING, 4)
+    assert len(listed(lender)[SIBLING]) == 4
+    lender.peer_quiet(PEER, 7)
+    assert (pool.spare, lender.num_lost) == (100, 0)
+
+
+def test_a_rank_says_that_peers_which_are_gone_may_write_to_most_of_its_slots() -> None:
+    pool = Pool(total=4, window=3)
+    lender = make(pool, PEER)
+    assert lender.problem == ""
+    wants(lender, PEER, 3)
+    lender.peer_lost(PEER, 7)
+    assert lender.problem == "3 of 4 staging slots may still be written by peers that are gone"
+    lender.peer_quiet(PEER, 7)
+    assert lender.problem == ""
 
 
 def test_a_renewed_connection_keeps_its_own_loans() -> None:

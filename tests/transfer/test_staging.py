@@ -44,7 +44,7 @@ def test_pools_give_each_slot_once_without_overlap() -> None:
     assert lent.take() == taken[1]
 
 
-def test_slots_that_may_be_written_for_ever_are_replaced_and_their_pages_go_back() -> None:
+def test_slots_that_may_still_be_written_are_replaced_and_their_pages_go_back() -> None:
     shape = StagingShape(slot_nbytes=2 << 20, window=1, num_lent=1, address_space=3)
     lent = LentSlots(shape)
     seen = set()
@@ -58,6 +58,18 @@ def test_slots_that_may_be_written_for_ever_are_replaced_and_their_pages_go_back
         assert lent.replace(address) is (left > 0)
         assert ctypes.string_at(address, 1) == (b"\0" if left else b"\7"), "mapped still, and read as zeros if replaced"
         assert lent.num_free == (1 if left else 0)
+    first, last = min(seen), max(seen)
+    lent.renew(first)
+    assert lent.replace(last)
+    assert lent.take() == first
+
+
+def test_a_receiver_works_where_the_system_reserves_no_addresses(caplog: pytest.LogCaptureFixture) -> None:
+    lent = LentSlots(StagingShape(slot_nbytes=1 << 20, window=1, num_lent=1, address_space=1 << 30))
+    address = lent.take()
+    assert address is not None
+    assert not lent.replace(address)
+    assert "slots of lost peers cannot be replaced" in caplog.text
 
 
 def test_spare_slots_replace_slots_that_are_held_for_long() -> None:
