@@ -40,8 +40,8 @@ import aiohttp
 
 from benchmarks.gpu.vllm_clients import WARM_UP, Plan
 from benchmarks.gpu.vllm_connectors import PREFILL
-from benchmarks.gpu.vllm_load import figures, run_clients
-from benchmarks.gpu.vllm_requests import Broken, Reply, prompt_of, tokens_of
+from benchmarks.gpu.vllm_load import figures, read_stream, run_clients
+from benchmarks.gpu.vllm_requests import Broken, Reply, prompt_of
 from benchmarks.gpu.vllm_servers import LARGE, Wanted, running, start, terminate
 from benchmarks.gpu.vllm_tables import show
 from benchmarks.gpu.vllm_weights import model_writer
@@ -123,15 +123,7 @@ class Ways:
         body = completion(prompt, max_tokens=self.max_tokens, logprobs=None, stream=True)
         body |= {"kv_transfer_params": params} if params else {}
         async with session.post(f"{server.url}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            lines = [(time.monotonic() - reply.begun_s, line) async for line in answer.content]
-        for at_s, line in lines:
-            tokens = tokens_of(json.loads(line[6:])) if line.startswith(b"data: {") else []
-            if tokens:
-                reply.times_s.append(at_s)
-                reply.tokens += tokens
-        if len(reply.tokens) != self.max_tokens:
-            raise RuntimeError(f"decode has answered with {len(reply.tokens)} of {self.max_tokens} tokens")
+            await read_stream(answer, reply, self.max_tokens)
         return reply
 
 

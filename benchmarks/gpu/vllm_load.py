@@ -105,8 +105,14 @@ async def _ask(
     reply = Reply()
     reply.prefill_s = reply.begun_s - begun_s
     async with session.post(f"{decode.url}/v1/completions", json=body, headers=sent.headers) as answer:
-        answer.raise_for_status()
-        lines = [(time.monotonic() - reply.begun_s, line) async for line in answer.content]
+        await read_stream(answer, reply, max_tokens)
+    return reply
+
+
+async def read_stream(answer: aiohttp.ClientResponse, reply: Reply, max_tokens: int) -> None:
+    """Note the tokens of a stream, and when each came. Raises `RuntimeError` for another number of tokens."""
+    answer.raise_for_status()
+    lines = [(time.monotonic() - reply.begun_s, line) async for line in answer.content]
     for at_s, line in lines:
         tokens = tokens_of(json.loads(line[6:])) if line.startswith(b"data: {") else []
         if tokens:
@@ -114,4 +120,3 @@ async def _ask(
             reply.tokens += tokens
     if len(reply.tokens) != max_tokens:
         raise RuntimeError(f"decode has answered with {len(reply.tokens)} of {max_tokens} tokens")
-    return reply
