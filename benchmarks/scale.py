@@ -65,7 +65,7 @@ class Rank:
 
 
 def serve(pipe: Connection, first: int, count: int, num_pages: int, num_layers: int) -> None:
-    """In a process of its own: `count` ranks, which send their pages when they are told to."""
+    """Run `count` ranks in this process, each of which sends its pages when it is told to."""
     shared = {"num_pages": num_pages, "num_layers": num_layers}
     ranks = [Rank(f"p{number}", value=value_of(number), **shared) for number in range(first, first + count)]
     over = threading.Event()

@@ -111,7 +111,7 @@ def sglang_pair(model: Path) -> Iterator[tuple[Server, Server, Server]]:
 
 
 def watch(servers: dict[str, Server], clients: Clients, minutes: float) -> list[str]:
-    """Print samples each minute. Returns what has grown."""
+    """Print a sample each minute. Returns the processes that have grown."""
     begun, base, last = time.monotonic(), dict[str, Sample](), dict[str, Sample]()
     while (passed := time.monotonic() - begun) < 60 * minutes:
         time.sleep(min(EVERY_S, 60 * minutes - passed))

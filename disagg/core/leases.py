@@ -54,7 +54,7 @@ class Lease:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether the server has aborted the request. What is read of its rows from now on may be of another one."""
+        """Whether the server has aborted the request. Its rows may hold those of another request from then on."""
         return self._withdrawn
 
     def on_release(self, callback: Callable[[], None]) -> None:

@@ -277,8 +277,8 @@ def _stack_of(pid: int) -> int | None:
 
 
 def _is_held(connected: socket.socket) -> bool:
-    """Whether any process holds the datagram socket at the other end. Nobody reads it: what is sent is empty, and the kernel
-    keeps a bounded number of them.
+    """Whether any process holds the datagram socket at the other end. Nobody reads from it: the datagrams are empty, and the
+    kernel keeps a bounded number of them.
     """
     try:
         connected.send(b"")

@@ -145,7 +145,7 @@ class Lender:
         if account.wants and peer not in self._waiting:
             self._waiting.append(peer)
         if message.wanted:
-            self._changed[peer] = None  # what was lent may have been lost
+            self._changed[peer] = None  # the last list may have been lost
         self._serve()
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
@@ -309,7 +309,7 @@ class Borrower:
         return [*reported, *self._asked.items()]
 
     def tick(self, now: float) -> None:
-        """Send again what was not answered."""
+        """Repeat the messages that were not answered."""
         for peer, repeated in self._repeated():
             if now >= repeated.retry_at:
                 back_off(repeated, self._limits, now)
@@ -321,7 +321,7 @@ class Borrower:
         return min((repeated.retry_at for _, repeated in self._repeated()), default=NEVER)
 
     def flush(self) -> None:
-        """Send what has come together since the last call: filled slots in one message for each request and peer."""
+        """Send the messages since the last call. Filled slots of one request share a message."""
         if not self._outbox:
             return
         slots: dict[tuple[PeerRank, RequestKey, int], list[Filled]] = {}

@@ -278,8 +278,8 @@ class Outcome(RequestMessage, frozen=True, tag="outcome", kw_only=True):
 
 
 class Lend(Message, frozen=True, tag="lend", kw_only=True):
-    """All loans of slots to the writer that the receiver takes for unfilled, each with its number and the slot's address, and
-    the number of the newest loan. What was lent before and is not listed has been filled or returned.
+    """The loans to the writer whose slots are not filled, as far as the receiver knows, each by its number and the slot's
+    address. `newest` is the number of the last loan: an older one that is not listed has been filled or returned.
     """
 
     loans: Many[tuple[Nonce, SlotAddress]]

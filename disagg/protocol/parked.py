@@ -116,7 +116,7 @@ class Parked:
         return next(iter(self._order.values()), NEVER)
 
     def expire(self, now: float) -> Iterator[tuple[PeerRank, Early]]:
-        """Take what has been parked for too long."""
+        """Remove the messages that have been parked for too long, and return them."""
         while self._order:
             (key, peer), expires = next(iter(self._order.items()))
             if now < expires:

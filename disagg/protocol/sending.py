@@ -333,7 +333,7 @@ class Sends:
     def _progress(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
         """Tell the destination that all has landed, or that nothing is in flight after a failure.
 
-        What has landed is not told once the server has aborted the request: the last bytes may be those of another one. Its
+        Nothing is reported as landed once the server has aborted the request: the last bytes may be those of another one. The
         abort follows.
         """
         has_landed = session.finished and destination.quiet and not session.lease.withdrawn

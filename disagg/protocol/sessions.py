@@ -165,7 +165,7 @@ class Sessions:
         self.borrower.tick(now)
 
     def flush(self) -> None:
-        """Send what has come together about slots since the last call."""
+        """Send the messages about slots since the last call."""
         self.lender.flush()
         self.borrower.flush()
 

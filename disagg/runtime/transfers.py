@@ -141,7 +141,7 @@ class Transfers:
             self._sessions.lender.ahead(peer)
 
     def take_loans(self, effect: TakeLoans, now: float) -> None:
-        """The peer has listed its loans. What was given back before is given back again: that message was lost or is late."""
+        """The peer has listed its loans. Those that were given back are given back again: that message was lost or is late."""
         loans = self._loans_of(effect.peer)
         try:
             forgotten = loans.listed(effect.loans, effect.newest) if loans is not None else ()

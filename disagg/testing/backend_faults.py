@@ -174,7 +174,7 @@ class FaultyBackend:
         return found if self.faults.fencing else Fence.QUIET
 
     def is_quiet_when_closed(self) -> bool:
-        """As `inner`: what waits for its delay is not posted after `close`."""
+        """As that of `inner`: transfers that are still delayed are not posted after `close`."""
         return isinstance(self.inner, QuietWhenClosed) and self.inner.is_quiet_when_closed()
 
     def post_delayed(self) -> None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ActiveJob:
-    """A bound job. `step` posts its copies, fills slots of the peer's, and polls what is in flight."""
+    """A bound job. `step` posts its copies, fills slots that the peer has lent, and polls what is in flight."""
 
     def __init__(
         self,

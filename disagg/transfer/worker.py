@@ -1,5 +1,5 @@
-"""The transfer worker: binds rows to addresses, waits for ready events, posts copies or packs them into slots of the peer's,
-polls them to their end, and unpacks what has arrived in slots here.
+"""The transfer worker: binds rows to addresses, waits for ready events, posts copies or packs them into slots that a peer
+has lent, polls them to their end, and unpacks slots that have been filled here.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 def wrong(page: Path, link: str) -> str:
-    """What is wrong with a link of a page; empty if nothing is."""
+    """The problem with a link of a page; empty if there is none."""
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     if not target.exists():

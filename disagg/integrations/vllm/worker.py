@@ -152,8 +152,8 @@ class WorkerHalf:
     # -- each step -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: StepMetadata) -> None:
-        """Start this step's loads, and stop what the server has aborted. What is opened, decode can reserve before it is
-        computed.
+        """Start this step's loads, and stop what the server has aborted. Decode can reserve a request once it is opened, before
+        it is computed.
         """
         for opening in step.openings:
             self._attempt(partial(self._opened, opening), opening.req_id)
