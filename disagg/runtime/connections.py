@@ -108,10 +108,10 @@ class Connections:
         for peer, rank in self._handshake.connected() if self._processes.have_ended() else ():
             self._check_process(peer, rank, now)
         try:
-            due = "; ".join(filter(None, (self._sessions.lender.problem, renewal_due(self._backend))))
+            engine = renewal_due(self._backend)
         except BaseException as error:  # noqa: BLE001 (an engine of a third party's)
-            due = f"the engine cannot say whether that is so: {type(error).__name__}: {error}"
-        if due:
+            engine = f"the engine cannot say whether that is so: {type(error).__name__}: {error}"
+        if due := "; ".join(filter(None, (self._sessions.lender.problem, engine))):
             self._warnings.warning("%s: this manager must be closed and built anew: %s", self._handshake.me, due)
 
     def _check_process(self, peer: PeerRank, rank: RemoteRank, now: float) -> None:

@@ -37,6 +37,7 @@ class Fences:
             have_ended=lambda: False,
             is_direct=lambda *_: False,
             peer_lost=lambda *_, **__: None,
+            lender=SimpleNamespace(problem=""),
         )
         nothing.disconnect = lambda peer, _: SimpleNamespace(engine=peer, process=process)
         nothing.peer_quiet = lambda peer, **_: self.quiet.append(peer)
