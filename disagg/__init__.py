@@ -33,7 +33,7 @@ from disagg.core.timeline import Timeline
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager, new_request_id
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.types import Event, Limits, RequestKey
 from disagg.requests import Receiver, Sender, combine
 from disagg.runtime.accounting import Stats

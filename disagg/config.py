@@ -19,7 +19,7 @@ from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.manager import KVManager
 from disagg.protocol.messages import Verify
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.types import Limits
 from disagg.runtime.keys import KeyPair, parse_key
 from disagg.settings import expected_of, hint, meaning, settings, sources, unknown_key, value_of

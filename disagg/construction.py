@@ -16,7 +16,7 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import Verify
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.peers import Admit
 from disagg.protocol.types import Limits
 from disagg.runtime.directory import Directory

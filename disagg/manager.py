@@ -39,7 +39,7 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import PROTOCOL_VERSION, TokenRange, Verify
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.peers import Admit
 from disagg.protocol.types import Event, Limits, PeerRank
 from disagg.requests import Receiver, Sender, check_alive, check_process

@@ -33,6 +33,7 @@ from disagg.integrations.options import Options  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
 from disagg.models.decoders import REFUSED  # noqa: E402
 from disagg.protocol import messages as wire  # noqa: E402
+from disagg.protocol.connection import CONNECTION_TABLE, ConnectionState  # noqa: E402
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveState  # noqa: E402
 from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
 from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
@@ -150,6 +151,11 @@ def _diagram(table: Mapping[tuple[Any, Any], Any], states: type[enum.Enum], *, s
         if not any(before is state for before, _ in table):
             yield f"    {state.value} --> [*]"
     yield "```"
+
+
+def connection_states() -> Iterator[str]:
+    """The diagram of `CONNECTION_TABLE`."""
+    yield from _diagram(CONNECTION_TABLE, ConnectionState, start=ConnectionState.GREETING)
 
 
 def receive_states() -> Iterator[str]:
@@ -331,8 +337,9 @@ def _option_row(option: click.Option, context: click.Context) -> str:
 GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
-        manager_settings, rank_settings, integration_settings, shaping_rows, limits, receive_states, send_states,
-        messages, bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
+        manager_settings, rank_settings, integration_settings, shaping_rows, limits,
+        connection_states, receive_states, send_states, messages,
+        bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
         command_line, sglang_recipes, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
         vllm_recipes,
     )

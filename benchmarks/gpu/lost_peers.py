@@ -34,7 +34,7 @@ from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.backends.cuda.driver import Gpu
 from disagg.backends.nvlink.backend import BLOCKS_VARIABLE, NvlinkBackend
 from disagg.core.memory import Device, RawTensor
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.types import Event
 from disagg.requests import Receiver
 from disagg.state import paged

@@ -1,11 +1,14 @@
-"""Connections that peers opened to this rank."""
+"""Connections that were opened to this rank: those of peers, and, at a leader, those by which its instance's ranks join."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 from typing import NamedTuple
 
-from disagg.protocol.messages import Hello
+from disagg.core.address import dialable
+from disagg.core.errors import ConfigError, LayoutError, RemoteProtocolError
+from disagg.protocol.messages import Hello, Member
+from disagg.protocol.peer_effects import Identity
 from disagg.protocol.types import PeerRank
 
 
@@ -73,3 +76,68 @@ class InboundConnections:
         for connection, accepted in list(self._accepted.items()):
             if accepted.peer.instance == name and (epochs is None or accepted.epoch in epochs):
                 self.forget(connection)
+
+
+class Members:
+    """The ranks of this instance that this rank knows. They join at their leader, rank 0, which names them to peers; all others
+    know themselves only.
+
+    `own_key` is the public key of the instance's ranks, if they have keys.
+    """
+
+    def __init__(self, identity: Identity, own_key: str | None) -> None:
+        self._identity = identity
+        self.own_key = own_key
+        self.by_rank = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
+        self._connections: dict[int, bytes] = {}  # of ranks that are connected
+        self.num_changes = 0
+        """How often what `named` returns has changed."""
+
+    def named(self) -> tuple[Member, ...]:
+        """The ranks that have joined, in order."""
+        return tuple(self.by_rank[rank] for rank in sorted(self.by_rank))
+
+    def missing(self) -> str:
+        """What a leader still waits for; empty if all ranks have joined."""
+        me = self._identity
+        if not me.leader or len(self.by_rank) >= me.num_ranks:
+            return ""
+        return f"{len(self.by_rank)} of {me.num_ranks} ranks of {me.instance!r} have joined"
+
+    def join(self, connection: bytes, user: str, hello: Hello) -> None:
+        """Another rank of this instance joins. Raises `RemoteProtocolError` or `LayoutError` for one that may not, such as a
+        second process of one rank while the first is connected.
+        """
+        me = self._identity
+        if self.own_key is not None and user != self.own_key:
+            raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {me}")
+        if not me.leader:
+            raise RemoteProtocolError(f"{me} is not the leader of {hello.instance!r}")
+        if hello.rank >= me.num_ranks or hello.rank == me.rank or hello.address is None:
+            raise RemoteProtocolError(f"rank {hello.rank} of {me.num_ranks} at {hello.address!r} cannot join {me}")
+        if hello.table != me.table:
+            raise LayoutError(f"rank {hello.rank} of {hello.instance!r} declares other layouts or another topology than {me}")
+        check_dialable(hello.address, f"rank {hello.rank} of {hello.instance!r}")
+        known = self.by_rank.get(hello.rank)
+        if known is not None and known.epoch != hello.epoch and hello.rank in self._connections:
+            raise RemoteProtocolError(
+                f"another process is rank {hello.rank} of {hello.instance!r} and is connected to {me}: end it, "
+                "or start this one as another rank"
+            )
+        self._connections[hello.rank] = connection
+        member = Member(hello.rank, hello.address, hello.epoch)
+        self.num_changes += member != known
+        self.by_rank[hello.rank] = member
+
+    def leave(self, connection: bytes) -> None:
+        """A connection has ended. Its rank stays named, but another process may take its place."""
+        for rank in [rank for rank, found in self._connections.items() if found == connection]:
+            del self._connections[rank]
+
+
+def check_dialable(address: str, whose: str) -> None:
+    """Raise `RemoteProtocolError` for an address from a peer that this rank could not connect to."""
+    try:
+        dialable(address, what=whose)
+    except ConfigError as error:
+        raise RemoteProtocolError(str(error)) from error

@@ -1,28 +1,28 @@
-"""The connections that one rank has opened: dialled, dropped, closed, and when each has something to do next."""
+"""The connections that one rank has opened: dialled, dropped, closed, and when each has something to do next.
+
+A leader names the ranks of its instance in each welcome. They are connected to a few in each turn: a leader may name thousands,
+and others each time.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
 
-from disagg.protocol.peer_state import (
-    NO_ANSWER,
-    Connect,
-    ConnectionState,
-    Disconnect,
-    Lost,
-    PeerConnection,
-    PeerEffect,
-    PeerInstance,
-    Unanswered,
-)
+from disagg.protocol.connection import LEADER, NO_ANSWER, PeerConnection, PeerInstance
+from disagg.protocol.messages import Member
+from disagg.protocol.peer_effects import Connect, Disconnect, Lost, PeerEffect, Unanswered
 from disagg.protocol.timers import Timers
-from disagg.protocol.types import NEVER, PeerRank
+from disagg.protocol.types import PeerRank
 
 NUM_NEWEST = 8
 """Effects among which a connection is looked for that was not opened yet."""
 MAX_CLOSED = 4096
 """Closed connections whose generation is remembered."""
+MAX_MOVED = 16
+"""Ranks that are connected to, or disconnected from, in one turn."""
+CHANGE_S, MEMBER_S = 1.0, 0.01
+"""How long other members of a peer are not looked at after a change: in all, and for each that has changed."""
 
 
 class Links:
@@ -38,12 +38,18 @@ class Links:
         self._dials = itertools.count()
         self._found: dict[PeerRank, PeerConnection] = {}
         self._closed: OrderedDict[PeerRank, tuple[int, int]] = OrderedDict()  # epoch and generation
+        self._pending: dict[str, None] = {}  # instances with ranks to connect to or to disconnect from
         self._timers = Timers()
 
     @property
-    def next_tick(self) -> float:
+    def next_due(self) -> float:
         """When one of them next has something to do; it may be earlier."""
         return self._timers.next
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `connect_some` has something to do."""
+        return bool(self._pending)
 
     def __len__(self) -> int:
         return len(self._by_dial)
@@ -72,7 +78,7 @@ class Links:
         begins, so that the process ends the earlier one as well, with its loans.
         """
         epoch, generation = self._closed.pop(PeerRank(instance.name, rank), (0, 0))
-        link = PeerConnection(instance.name, address, rank, next(self._dials), generation, epoch=epoch, hello_at=now)
+        link = PeerConnection(instance.name, address, rank, next(self._dials), generation, epoch, hello_at=now)
         instance.links[address] = link
         self._dial(instance, link)
 
@@ -83,11 +89,12 @@ class Links:
 
     def redial(self, instance: PeerInstance, link: PeerConnection) -> None:
         """Open a connection anew: libzmq does not retry one that was refused, for instance because its key was not known."""
-        if link.problem == NO_ANSWER and link.instance != self._own:
-            link.problem = f"{NO_ANSWER}, {link.unanswered} hellos sent"
+        problem = link.problem
+        if problem == NO_ANSWER and link.instance != self._own:
+            problem = f"{NO_ANSWER}, {link.unanswered} hellos sent"
             self._effects.append(Unanswered(link.instance, link.address))
         self._forget(link)
-        link.dial, link.unanswered, link.state = next(self._dials), 0, ConnectionState.GREETING
+        link.redial(next(self._dials), problem)
         self._dial(instance, link)
 
     def close(self, instance: PeerInstance, link: PeerConnection, cause: str) -> None:
@@ -112,10 +119,8 @@ class Links:
 
     def drop(self, link: PeerConnection, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
         """End this generation of a connection, if it was ready. The next hello begins another."""
-        if not link.is_ready:
+        if not link.drop(cause):
             return
-        link.state, link.lost_at, link.problem = ConnectionState.GREETING, NEVER, cause
-        link.generation += 1
         self._ask_leader(link)
         if link.instance != self._own:
             self._effects.append(Lost(link.peer, link.epoch, cause, announced, renewed))
@@ -125,7 +130,7 @@ class Links:
         instance = self.instances.get(link.instance)
         leader = instance.links.get(instance.address) if instance is not None else None
         if leader is not None and leader is not link and leader.is_ready:
-            leader.hello_at = 0.0
+            leader.hello_by(0.0)
             self.arm(leader)
 
     def lose(self, link: PeerConnection, cause: str, now: float) -> None:
@@ -149,3 +154,33 @@ class Links:
             assert isinstance(link, PeerConnection)
             due.append(link)
         return sorted(due, key=lambda each: each.dial)
+
+    # -- the ranks that leaders name ---------------------------------------------------------------------------------
+
+    def take_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
+        """Take the ranks that a leader names in its welcome. It names them in each."""
+        named = {member.address: member.rank for member in members if member.rank != LEADER}
+        if named == instance.members or now < instance.members_at:
+            return
+        num_changed = len(named.items() ^ instance.members.items())
+        instance.members, instance.members_at = named, now + CHANGE_S + MEMBER_S * num_changed
+        self._pending[instance.name] = None
+        self.connect_some(now)
+
+    def connect_some(self, now: float) -> None:
+        """Connect to some ranks of one instance, or disconnect from some."""
+        if not self._pending:
+            return
+        del self._pending[name := next(iter(self._pending))]
+        instance = self.instances.get(name)
+        if instance is None:
+            return
+        named = {**instance.members, instance.address: LEADER}
+        others = [link for link in instance.links.values() if named.get(link.address) != link.rank]
+        for link in others[:MAX_MOVED]:
+            self.close(instance, link, "its leader names another address")
+        missing = [(address, rank) for address, rank in named.items() if address not in instance.links]
+        for address, rank in missing[: max(0, MAX_MOVED - len(others))]:
+            self.open(instance, address, rank, now)
+        if len(others) + len(missing) > MAX_MOVED:
+            self._pending[name] = None  # behind the others

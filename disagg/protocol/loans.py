@@ -47,8 +47,8 @@ class Slots(Protocol):
 
     @property
     def num_free(self) -> int: ...
-    def take(self) -> int | None:
-        """The address of a free slot, or `None`."""
+    def take(self) -> int:
+        """The address of a free slot; `num_free` says that there is one."""
 
     def give_back(self, address: int, /) -> None:
         """Nobody writes to a slot any more."""
@@ -194,23 +194,18 @@ class Lender:
 
     def _lend(self, peer: PeerRank, account: Account, count: int) -> int:
         """Lend up to `count` slots. Returns how many."""
-        slots, lent = self._slots, 0
+        slots = self._slots
         assert slots is not None
         held, free = account.num_held, slots.num_free
         # With each slot the writer holds one more, and one less is free.
         allowed = min(count, slots.window - held, (2 * free - held + 2) // 3)
         if held and allowed < min(count, slots.batch):
             return 0
-        while lent < allowed:
-            address = slots.take()
-            if address is None:
-                break
+        for _ in range(allowed):
             account.newest = next(self._numbers)
-            account.unfilled[account.newest] = address
-            lent += 1
-        if lent:
+            account.unfilled[account.newest] = slots.take()
             self._changed[peer] = None
-        return lent
+        return max(allowed, 0)
 
     def peer_lost(self, peer: PeerRank, epoch: int, *, renewed: bool = False) -> None:
         """A rank at that epoch is gone. If it has `renewed` its connection, only loans to the earlier one are, which `open` has
@@ -245,10 +240,9 @@ class Lender:
         """Tell each writer whose loans have changed."""
         changed, self._changed = self._changed, {}
         for peer in changed:
-            account = self._accounts.get(peer)
-            if account is not None:
-                loans = tuple(account.unfilled.items())
-                self._effects.append(SendMessage(peer, Lend(loans=loans, newest=account.newest)))
+            account = self._accounts[peer]
+            loans = tuple(account.unfilled.items())
+            self._effects.append(SendMessage(peer, Lend(loans=loans, newest=account.newest)))
 
 
 @dataclass

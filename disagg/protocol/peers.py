@@ -19,22 +19,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Set
 
-from disagg.core.errors import DisaggError, RemoteProtocolError
-from disagg.protocol.admission import Admission, HelloAcceptor
-from disagg.protocol.following import Following
-from disagg.protocol.inbound import Accepted, InboundConnections
+import msgspec
+
+from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.protocol.connection import LEADER, PeerConnection, PeerInstance
+from disagg.protocol.inbound import Accepted, InboundConnections, Members, check_dialable
 from disagg.protocol.links import Links
-from disagg.protocol.members import Members, check_dialable
-from disagg.protocol.messages import AnyMessage, Busy, Goodbye, Hello, Reject, Renew, Welcome
-from disagg.protocol.peer_state import (
-    LEADER,
+from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Busy, Goodbye, Hello, Member, Reject, Renew, Welcome
+from disagg.protocol.peer_effects import (
     ConnectionLimits,
-    ConnectionState,
     Forgotten,
     Identity,
-    PeerConnection,
     PeerEffect,
-    PeerInstance,
     Probe,
     Ready,
     ReplyOn,
@@ -46,8 +42,6 @@ from disagg.protocol.types import NEVER, PeerRank
 
 RECONNECT_AFTER = 4
 """Unanswered hellos before the connection is reopened."""
-MAX_ASKED = 8
-"""Hellos whose welcomes may still come."""
 MIN_RETRY_S = 0.01
 """The soonest that a busy peer gets a hello again."""
 CLOSED_GRACE_S = 0.5
@@ -60,6 +54,12 @@ NUM_PHASES = 16
 """Renewals of connections differ in their period, so that those of a thousand peers do not come at once."""
 MAX_ADMITTED = 1024
 """Instances that are not configured for good, before no more are admitted."""
+GREET_AGAIN_S = 5.0
+"""A hello that is due later than this waits because the peer has refused the last one."""
+HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
+"""Validates a configured peer's hello and returns the welcome. Raises `DisaggError` to reject it for good, `Undecided` to be
+asked again.
+"""
 Admit = Callable[[str, str, str], bool]
 """Whether an instance of that name, leader's address and public key (empty: without keys) may connect."""
 WelcomeValidator = Callable[[Welcome], int]
@@ -83,6 +83,7 @@ class PeerTable:
         self.identity = identity
         self.effects: deque[PeerEffect] = deque()
         self.members = Members(identity, own_key)
+        self._accept_hello = accept_hello
         self._validate_welcome = validate_welcome
         self._admits = admit
         self._limits = limits or ConnectionLimits()
@@ -90,18 +91,6 @@ class PeerTable:
         self.instances: dict[str, PeerInstance] = {}
         self._forget_at = 0.0
         self._links = Links(identity.instance, self.instances, self.effects)
-        self._following = Following(self._links)
-        self._admission = Admission(
-            identity,
-            members=self.members,
-            links=self._links,
-            inbound=self._inbound,
-            effects=self.effects,
-            accept_hello=accept_hello,
-            admit=self._admit,
-            expel=self._expel,
-            hello_retry_s=self._limits.hello_retry_s,
-        )
         self._siblings = PeerInstance(identity.instance, leader, own_key) if leader is not None else None
 
     # -- configuration -----------------------------------------------------------------------------------------------
@@ -136,7 +125,7 @@ class PeerTable:
             self._links.close(instance, link, cause)
         self._inbound.forget_instance(name, epochs)
 
-    def _admit(self, hello: Hello, user: str, now: float) -> bool:
+    def _add_unknown(self, hello: Hello, user: str, now: float) -> bool:
         """Add an instance that nobody configured, if the server admits it. Raises `RemoteProtocolError` for too many."""
         if self._admits is None or hello.leader is None:
             return False
@@ -152,13 +141,13 @@ class PeerTable:
     def _expel(self, name: str) -> None:
         """Forget an admitted instance whose hello was rejected, unless it is connected."""
         instance = self.instances.get(name)
-        if instance is not None and instance.admitted and not any(link.is_ready for link in instance.links.values()):
+        if instance is not None and instance.admitted and not instance.is_connected:
             self.remove_peer(name, "its hello was rejected")
 
     def _forget_absent(self, now: float) -> None:
         """Forget the instances that are not lasting and have been away for too long."""
         for instance in [each for each in self.instances.values() if each.forget_at < NEVER]:
-            if any(link.is_ready for link in instance.links.values()):
+            if instance.is_connected:
                 instance.forget_at = now + self._limits.forget_s
             elif now >= instance.forget_at:
                 self.remove_peer(instance.name, f"it has been away for {self._limits.forget_s} s")
@@ -176,7 +165,7 @@ class PeerTable:
         """A connection could not be opened. It is tried again later."""
         link = self._links.get(dial)
         if link is not None:
-            link.problem, link.unanswered = problem, RECONNECT_AFTER
+            link.cannot_dial(problem, RECONNECT_AFTER)
 
     def on_gone(self, dial: int, cause: str) -> None:
         """Nobody is at the other end of a connection: its host refuses it, or its host's name is not known."""
@@ -219,8 +208,7 @@ class PeerTable:
         """A rank that has answered cannot be used now. Send it hello again later."""
         link = self.link(peer)
         if link is not None:
-            link.state, link.lost_at, link.problem = ConnectionState.GREETING, NEVER, problem
-            link.hello_at = now + self._limits.max_hello_retry_s
+            link.cannot_use(problem, now + self._limits.max_hello_retry_s)
             self._links.arm(link)
 
     # -- connections that peers opened -------------------------------------------------------------------------------
@@ -228,14 +216,14 @@ class PeerTable:
     def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
         """Take a message from a connection that a peer opened. Returns its rank if the message is for the sessions."""
         if isinstance(message, Hello):
-            self._admission.on_hello(connection, user, message, now)
+            self._on_hello(connection, user, message, now)
             return None
         accepted = self._inbound.get(connection)
         if accepted is None:
             self.effects.append(ReplyOn(connection, Reject(field="connection", reason="send hello first", hello_first=True)))
             return None
         if isinstance(message, Renew):
-            self._admission.on_renew(connection, accepted, now)
+            self._on_renew(connection, accepted, now)
             return None
         if isinstance(message, Goodbye):
             self._inbound.forget(connection)
@@ -251,7 +239,7 @@ class PeerTable:
             return None
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:
-            link.wait_until(now + CLOSED_GRACE_S, ended=True)
+            link.end(now + CLOSED_GRACE_S)
             self._links.greet_soon(link, now)
         return accepted.peer
 
@@ -272,8 +260,133 @@ class PeerTable:
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:
             self._links.drop(link, cause, announced=True)
-            link.hello_at, link.hello_retry_s = now + self._limits.hello_retry_s, 0.0
+            link.defer(cause, now + self._limits.hello_retry_s)
             self._links.arm(link)
+
+    # -- hellos of peers: who is admitted, under whose name, and which answer each gets --------------------------------
+
+    def _on_hello(self, connection: bytes, user: str, hello: Hello, now: float) -> None:
+        """Answer a hello on a connection that a peer opened."""
+        try:
+            if hello.version != PROTOCOL_VERSION:
+                peer = PeerRank(hello.instance, hello.rank)
+                self._reject(
+                    connection,
+                    f"protocol version: {hello.version} at {peer}, {PROTOCOL_VERSION} at {self.identity}",
+                    final=True,
+                )
+                return
+            if self._is_for_another(connection, hello):
+                return
+            if hello.instance == self.identity.instance:
+                self.members.join(connection, user, hello)
+            else:
+                self._admit(user, hello, now)
+                self._greet_again(PeerRank(hello.instance, hello.rank), now)
+                if missing := self.members.missing():
+                    self.effects.append(ReplyOn(connection, Busy(reason=missing, retry_after_s=self._limits.hello_retry_s)))
+                    return
+                if self._inbound.is_overtaken(connection, hello):
+                    return
+        except RemoteProtocolError as error:
+            self._reject(connection, str(error), final=False)
+            return
+        except LayoutError as error:
+            self._reject(connection, str(error), final=True)
+            return
+        if hello.peer_epoch != self.identity.epoch:  # its generation counts for an earlier process than this one
+            hello = msgspec.structs.replace(hello, generation=0)
+        try:
+            welcome = self._accept_hello(hello, self.members.named)
+        except Undecided as error:
+            self.effects.append(ReplyOn(connection, Busy(reason=str(error), retry_after_s=error.retry_s)))
+            return
+        except DisaggError as error:
+            self._reject(connection, str(error), final=True)
+            self._expel(hello.instance)
+            return
+        if hello.instance != self.identity.instance:
+            self._inbound.accept(connection, hello, members=self.members.num_changes)
+            self._on_accepted(hello, now)
+        self.effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
+
+    def _is_for_another(self, connection: bytes, hello: Hello) -> bool:
+        """Reject a hello to another rank: accepted, it would take the place of the connection that the same process has opened
+        to this rank by its right name.
+        """
+        me = self.identity
+        if hello.to is None or hello.to == me.peer:
+            return False
+        peer, expected = PeerRank(hello.instance, hello.rank), PeerRank(*hello.to)
+        self._reject(connection, f"{me} is at {me.address}, where {peer} expects {expected}", final=True)
+        return True
+
+    def _admit(self, user: str, hello: Hello, now: float) -> None:
+        """Check that a hello comes from a peer that is configured, or that the server admits. Raises `RemoteProtocolError` with
+        a reason that may pass.
+        """
+        peer = PeerRank(hello.instance, hello.rank)
+        if hello.instance not in self.instances and not self._add_unknown(hello, user, now):
+            raise RemoteProtocolError(f"peer {hello.instance!r} is not configured at {self.identity}")
+        instance = self.instances[hello.instance]
+        if instance.public_key is not None and instance.public_key != user:
+            raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self.identity}")
+        link, accepted = self._links.to(peer), self._inbound.of(peer)
+        holder = link.epoch if link is not None and link.is_ready and not link.has_ended else None
+        if holder is None and accepted is not None:
+            holder = accepted.epoch
+        if holder not in (None, hello.epoch):
+            raise RemoteProtocolError(
+                f"another process has the name {peer} and is connected to {self.identity}: end it, or choose another name"
+            )
+
+    def _on_renew(self, connection: bytes, accepted: Accepted, now: float) -> None:
+        """Answer a peer whose hello on this connection was accepted, and still holds."""
+        if accepted.members != self.members.num_changes:
+            reason = f"the ranks of {self.identity.instance!r} have changed: send hello"
+            self.effects.append(ReplyOn(connection, Reject(field="members", reason=reason, hello_first=True)))
+            return
+        self._greet_again(accepted.peer, now)
+        link = self._links.to(accepted.peer)
+        if link is not None and link.epoch == accepted.epoch:
+            self._confirm(link, now)
+        self.effects.append(ReplyOn(connection, Renew()))
+
+    def _greet_again(self, peer: PeerRank, now: float) -> None:
+        """A peer that had refused this rank for a reason that may pass says hello: ask it again, whatever it gets itself."""
+        link = self._links.to(peer)
+        if link is None:
+            return
+        link.hear()
+        if not link.is_ready and not link.is_refused and link.hello_at > now + GREET_AGAIN_S:
+            self._links.greet_soon(link, now)
+
+    def _on_accepted(self, hello: Hello, now: float) -> None:
+        """A hello of a peer was accepted: see whether its process, or the generation of the connection, is new."""
+        link = self._links.to(PeerRank(hello.instance, hello.rank))
+        if link is None:
+            return
+        if link.epoch != hello.epoch:
+            self._links.drop(link, "restarted")
+            link.begin(hello.epoch, hello.generation)
+            link.greet_soon(now)
+        elif hello.generation > link.generation:
+            self._links.drop(link, "the peer has given the connection up", renewed=True)
+            link.begin(hello.epoch, hello.generation)
+        self._confirm(link, now)
+        if link.is_ready and hello.again:
+            self._links.greet_soon(link, now)
+
+    def _confirm(self, link: PeerConnection, now: float) -> None:
+        """A connection that the peer opened is there: it is not lost, or it is greeted in return."""
+        if link.is_ready:
+            link.confirm()
+        elif not link.is_refused:
+            link.greet_soon(now)
+        self._links.arm(link)
+
+    def _reject(self, connection: bytes, reason: str, *, final: bool) -> None:
+        self.effects.append(ReplyOn(connection, Reject(field="hello", reason=reason[:4096], final=final)))
 
     # -- connections that this rank opened ---------------------------------------------------------------------------
 
@@ -282,10 +395,9 @@ class PeerTable:
         link = self._links.get(dial)
         if link is None:
             return
-        link.unanswered = 0
+        link.answer()
         match message:
-            case Welcome() if link.asked:  # an answer that nobody has asked for costs nothing
-                link.asked -= 1
+            case Welcome() if link.take_welcome():  # an answer that nobody has asked for costs nothing
                 self._on_welcome(link, message, now)
             case Reject(hello_first=True):  # libzmq has connected anew; the welcome tells whether the peer has changed
                 link.greet_soon(now)
@@ -293,17 +405,18 @@ class PeerTable:
                 self._links.drop(link, f"rejected: {message.reason}")
                 self._refuse(link, message.reason, now, final=message.final)
             case Busy(request_id=None):
-                link.problem = message.reason
-                link.hello_at = min(link.hello_at, now + max(message.retry_after_s, MIN_RETRY_S))
+                link.wait(message.reason, now + max(message.retry_after_s, MIN_RETRY_S))
         self._links.arm(link)
 
     def _refuse(self, link: PeerConnection, problem: str, now: float, *, final: bool) -> None:
         """Say hello again much later, since a change at the peer shows by its own hello; soon if that has come meanwhile, or
         will never come, from a leader to its own rank, and the reason may pass.
         """
-        overtaken = (link.heard or link.instance == self.identity.instance) and not final
-        later_s = self._limits.hello_retry_s if overtaken else self._limits.refused_retry_s
-        link.refuse(problem, now + later_s, final=final)
+        if final:
+            link.reject(problem, now + self._limits.refused_retry_s)
+            return
+        is_overtaken = link.heard or link.instance == self.identity.instance
+        link.defer(problem, now + (self._limits.hello_retry_s if is_overtaken else self._limits.refused_retry_s))
 
     def _on_welcome(self, link: PeerConnection, welcome: Welcome, now: float) -> None:
         siblings = link.instance == self.identity.instance
@@ -314,7 +427,7 @@ class PeerTable:
             num_ranks = self.identity.num_ranks if siblings else self._validate_welcome(welcome)
             _check_members(welcome, num_ranks)
         except Undecided as error:
-            link.problem, link.hello_at = str(error), min(link.hello_at, now + error.retry_s)
+            link.wait(str(error), now + error.retry_s)
             return
         except DisaggError as error:
             self._links.drop(link, f"refused: {error}")
@@ -322,42 +435,39 @@ class PeerTable:
             return
         if welcome.epoch != link.epoch:
             self._links.drop(link, "restarted")
-            link.epoch, link.generation = welcome.epoch, 0
+            link.begin(welcome.epoch, 0)
         if welcome.generation != link.generation:
             return  # the answer to a hello of an earlier generation, whose loans are void
         if link.is_ready and link.lending not in (None, welcome.lending):
             self._links.lose(link, "the peer has started a new connection", now)
             return
-        first = not link.is_ready
-        link.lending = welcome.lending if first else link.lending
-        link.state, link.problem, link.refused = ConnectionState.READY, "", False
-        link.hello_retry_s, link.hello_at = 0.0, now + (ASK_AGAIN_S if link.ended else self._limits.heartbeat_s)
-        link.is_welcome = not siblings
+        again_s = ASK_AGAIN_S if link.has_ended else self._limits.heartbeat_s
+        is_first = link.welcome(welcome.lending, now + again_s, renews=not siblings)
         if siblings:
             return
         instance = self.instances[link.instance]
         instance.num_ranks = num_ranks
-        if first:
+        if is_first:
             self._inbound.forget_other(link.peer, link.epoch)
             if self._inbound.of(link.peer) is None:
-                link.wait_until(now + self._limits.connect_back_s, ended=False)
+                link.expect(now + self._limits.connect_back_s)
             else:
                 link.confirm()
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:
-            self._following.take(instance, welcome.members, now)
+            self._links.take_members(instance, welcome.members, now)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Send hellos, and drop lost peers. Call it after all arrived messages were taken."""
-        self._following.tick(now)
-        if now < self._links.next_tick:
+        self._links.connect_some(now)
+        if now < self._links.next_due:
             return
         for link in self._links.take_due(now):
             if link.is_ready and now >= link.lost_at:
                 silence = f"it has not connected to {self.identity} within {self._limits.connect_back_s:g} s"
-                self._links.lose(link, "its connection has ended" if link.ended else silence, now)
+                self._links.lose(link, "its connection has ended" if link.has_ended else silence, now)
             if now >= link.hello_at:
                 self._greet(link, now)
             self._links.arm(link)
@@ -367,31 +477,30 @@ class PeerTable:
 
     def next_tick(self) -> float:
         """When `tick` next has something to do; it may be earlier."""
-        return 0.0 if self._following.pending else self._links.next_tick
+        return 0.0 if self._links.is_pending else self._links.next_due
 
     def _greet(self, link: PeerConnection, now: float) -> None:
         """Send a hello. That to a peer that is ready renews the welcome, with the ranks of its instance."""
         limits = self._limits
         instance = self._instance_of(link)
-        if link.is_ready and instance is not self._siblings:
-            is_leader = link.address == instance.address
-            link.hello_at = now + ASK_AGAIN_S if link.ended else self._renew_at(link, now)
-            if is_leader and not instance.ready:
-                link.hello_at = min(link.hello_at, now + limits.max_hello_retry_s)
-            if link.is_welcome and not link.ended:
-                link.heard = False
-                self.effects.append(SendTo(link.dial, Renew()))
-                return
-        else:
-            link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
-            link.hello_at = now + (limits.heartbeat_s if link.is_ready else link.hello_retry_s)
+        is_awaited = not link.is_ready or instance is self._siblings
+        if is_awaited:
+            retry_s = link.back_off(limits.hello_retry_s, limits.max_hello_retry_s)
+            link.greet_at(now + (limits.heartbeat_s if link.is_ready else retry_s))
             if link.unanswered >= RECONNECT_AFTER:
                 self._links.redial(instance, link)
             elif link.unanswered and self._may_be_gone(link):
                 self.effects.append(Probe(link.dial))
-            link.unanswered += 1
-        link.asked, link.heard = min(link.asked + 1, MAX_ASKED), False
-        self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=link.ended and link.is_ready))
+        else:
+            link.greet_at(now + ASK_AGAIN_S if link.has_ended else self._renew_at(link, now))
+            if link.address == instance.address and not instance.ready:
+                link.hello_by(now + limits.max_hello_retry_s)
+            if link.renews and not link.has_ended:
+                link.renew()
+                self.effects.append(SendTo(link.dial, Renew()))
+                return
+        link.greet(awaited=is_awaited)
+        self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=link.has_ended))
 
     def _renew_at(self, link: PeerConnection, now: float) -> float:
         """When a connection is renewed next: a few together, so that this rank wakes up less often."""

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from disagg.core.errors import LayoutError
 from disagg.layout.agreement import Agreement, LocalRank
-from disagg.protocol.peer_state import Undecided
+from disagg.protocol.peer_effects import Undecided
 
 MAX_TABLE_NBYTES = 4 << 20
 """Limit on a peer's table; one rank takes about 600 bytes for each component."""

@@ -15,7 +15,7 @@ from disagg.core.errors import DisaggError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
 from disagg.machine.processes import ProcessWatch
-from disagg.protocol.peer_state import Lost, Ready
+from disagg.protocol.peer_effects import Lost, Ready
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import PeerRank

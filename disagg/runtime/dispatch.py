@@ -23,7 +23,7 @@ from disagg.protocol.messages import (
     decode,
     encode,
 )
-from disagg.protocol.peer_state import (
+from disagg.protocol.peer_effects import (
     Connect,
     Disconnect,
     Forgotten,

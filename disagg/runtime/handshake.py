@@ -19,7 +19,7 @@ from disagg.layout.plan import TransferPlan
 from disagg.machine.descriptors import shortage
 from disagg.machine.processes import ProcessWatch
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lending, Member, Welcome, Writing
-from disagg.protocol.peer_state import Identity, Undecided
+from disagg.protocol.peer_effects import Identity, Undecided
 from disagg.protocol.types import PeerRank
 from disagg.runtime.agreements import Agreements
 from disagg.runtime.streams import MakeStream, PreparedPlan, has_small, prepare, stream_maker

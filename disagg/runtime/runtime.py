@@ -21,7 +21,7 @@ from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank, ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import Message
-from disagg.protocol.peer_state import ConnectionLimits, Identity
+from disagg.protocol.peer_effects import ConnectionLimits, Identity
 from disagg.protocol.peers import Admit, PeerTable
 from disagg.protocol.send_table import Readers
 from disagg.protocol.sessions import Sessions

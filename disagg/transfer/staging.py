@@ -164,9 +164,11 @@ class LentSlots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int | None:
-        """The address of a free slot, or `None`. The one given back last is the most likely to be in a cache."""
-        return self._free.pop() if self._free else None
+    def take(self) -> int:
+        """The address of a free slot; `num_free` says that there is one. The one given back last is the most likely to be in a
+        cache.
+        """
+        return self._free.pop()
 
     def give_back(self, address: int) -> None:
         """Nobody writes to a slot any more."""

@@ -29,7 +29,7 @@ from disagg.core.rows import Pages
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.types import Event, Limits
 from disagg.requests import Receiver, Sender
 from disagg.state import paged

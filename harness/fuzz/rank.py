@@ -21,7 +21,7 @@ from disagg.core.errors import DisaggError
 from disagg.core.rows import Pages
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager, new_request_id
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from harness.fuzz.samples import MODEL, VICTIM_SIDE, components
 
 NUM_PAGES = 256

@@ -29,7 +29,7 @@ from disagg.protocol.messages import (
     encode,
     unpack_rows,
 )
-from disagg.protocol.peer_state import Identity
+from disagg.protocol.peer_effects import Identity
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Limits, PeerRank, RequestKey

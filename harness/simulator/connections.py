@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Hello, Lending, Member, Welcome, decode, encode
-from disagg.protocol.peer_state import (
+from disagg.protocol.peer_effects import (
     Connect,
     ConnectionLimits,
     Disconnect,

@@ -40,9 +40,9 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    def take(self) -> int | None:
+    def take(self) -> int:
         """A free slot, the one given back last."""
-        return self.free.pop() if self.free else None
+        return self.free.pop()
 
     def give_back(self, address: int) -> None:
         """The slot may be lent to another writer."""

@@ -13,7 +13,7 @@ import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.config import Config, read_keys
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.types import Limits
 from disagg.runtime.keys import KeyPair
 from disagg.settings import settings

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from disagg import Pages, new_request_id
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import manager, until

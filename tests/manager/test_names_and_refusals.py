@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
-from disagg.protocol.peer_state import ConnectionLimits, Undecided
+from disagg.protocol.peer_effects import ConnectionLimits, Undecided
 from disagg.state import paged
 from harness.ports import free_ports
 from tests.backends.conftest import require_engine

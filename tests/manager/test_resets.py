@@ -13,7 +13,7 @@ from disagg.backends.base import BackendOptions, RemotePeer
 from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
 from disagg.protocol import peers
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.testing.reference import KVModel
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, start_side

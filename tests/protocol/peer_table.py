@@ -14,7 +14,7 @@ from disagg.protocol.messages import (
     Message,
     Welcome,
 )
-from disagg.protocol.peer_state import (
+from disagg.protocol.peer_effects import (
     ConnectionLimits,
     Identity,
     PeerEffect,

@@ -8,7 +8,7 @@ import pytest
 
 from disagg.protocol import peers
 from disagg.protocol.messages import Hello, Reject, Welcome
-from disagg.protocol.peer_state import Connect, Disconnect, Forgotten, Lost, PeerEffect, Probe, ReplyOn
+from disagg.protocol.peer_effects import Connect, Disconnect, Forgotten, Lost, PeerEffect, Probe, ReplyOn
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import PeerRank, RequestKey

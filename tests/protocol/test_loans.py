@@ -30,8 +30,8 @@ class Pool:
     def num_free(self) -> int:
         return len(self.free)
 
-    def take(self) -> int | None:
-        return self.free.pop(0) if self.free else None
+    def take(self) -> int:
+        return self.free.pop(0)
 
     def give_back(self, address: int) -> None:
         assert address not in self.free

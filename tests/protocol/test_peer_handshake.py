@@ -13,7 +13,7 @@ from disagg.protocol.messages import (
     Reject,
     Welcome,
 )
-from disagg.protocol.peer_state import (
+from disagg.protocol.peer_effects import (
     Connect,
     Ready,
     ReplyOn,

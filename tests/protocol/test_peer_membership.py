@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from disagg.protocol import links
-from disagg.protocol.following import MAX_MOVED
+from disagg.protocol.links import MAX_MOVED
 from disagg.protocol.messages import (
     Busy,
     Hello,
@@ -15,7 +15,7 @@ from disagg.protocol.messages import (
     Reject,
     Welcome,
 )
-from disagg.protocol.peer_state import (
+from disagg.protocol.peer_effects import (
     Connect,
     Disconnect,
     Forgotten,

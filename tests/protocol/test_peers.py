@@ -9,7 +9,7 @@ import pytest
 
 from disagg.core.errors import ConfigError
 from disagg.protocol.messages import Busy, Goodbye, Hello, Lending, Member, Reject, Renew, Welcome, decode, encode
-from disagg.protocol.peer_state import (
+from disagg.protocol.peer_effects import (
     Connect,
     ConnectionLimits,
     Disconnect,

@@ -1,4 +1,4 @@
-"""The two state tables, tested exhaustively.
+"""The three state tables, tested exhaustively.
 
 A pair outside a table changes nothing. Some call or message performs every pair in a table.
 """
@@ -14,12 +14,17 @@ import pytest
 
 from disagg.core.errors import ConfigError, RequestAborted
 from disagg.core.rows import Pages
-from disagg.protocol.messages import Abort, Complete, Drained, Outcome, Reserve, Written, pack_rows
+from disagg.protocol.connection import CONNECTION_TABLE, ConnectionState, ConnectionStep, PeerConnection
+from disagg.protocol.messages import Abort, Complete, Drained, Outcome, Reject, Reserve, Written, pack_rows
+from disagg.protocol.peer_effects import Lost
+from disagg.protocol.peers import PeerTable
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveSession, ReceiveState, ReceiveStep
 from disagg.protocol.send_session import SEND_TABLE, Destination, SendSession, SendState, SendStep
 from disagg.protocol.sending import MAX_RESENT
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey, SendMessage, StartTransfer, Ticket
+from harness.simulator.connections import welcome
+from tests.protocol.peer_table import DECODE, LEADER, hello, peer_table, reply, take_effects
 
 P, D = PeerRank("P", 0), PeerRank("D", 0)
 KEY = RequestKey(b"request-of-table", 0)
@@ -28,6 +33,7 @@ ROWS = {"kv": Pages(np.array([1, 2]))}
 RESERVE = Reserve(**IDS, source_group=0, destination_group=0, rows={"kv": pack_rows(ROWS["kv"])}, need={"kv": (0, 8)})
 RECEIVE_PAIRS = list(itertools.product(ReceiveState, ReceiveStep))
 SEND_PAIRS = list(itertools.product(SendState, SendStep))
+CONNECTION_PAIRS = list(itertools.product(ConnectionState, ConnectionStep))
 FAILED = RequestAborted("client gone")
 
 
@@ -180,6 +186,64 @@ def test_an_ended_send_reports_no_second_event(state: SendState, step: SendStep)
     assert not [e for e in sessions.effects if isinstance(e, Event | StartTransfer)]
 
 
+# ---------------------------------------------------------------------------------------------------------- connections
+
+
+def connection_in(state: ConnectionState) -> tuple[PeerTable, PeerConnection]:
+    """A table whose only connection calls and messages have brought into `state`, and that connection."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    link = table.instances["decode-0"].links[LEADER]
+    steps = {
+        ConnectionState.GREETING: [],
+        ConnectionState.REFUSED: [ConnectionStep.WELCOMED, ConnectionStep.REJECTED],
+        ConnectionState.ONE_WAY: [ConnectionStep.WELCOMED],
+        ConnectionState.READY: [ConnectionStep.WELCOMED, ConnectionStep.CONFIRMED],
+        ConnectionState.CLOSED: [ConnectionStep.WELCOMED, ConnectionStep.CONFIRMED, ConnectionStep.ENDED],
+    }[state]
+    for step in steps:
+        connection_step(table, link, step, 1.0)
+    assert link.state is state
+    take_effects(table)
+    return table, link
+
+
+def connection_step(table: PeerTable, link: PeerConnection, step: ConnectionStep, now: float) -> None:
+    """Make the call, or deliver the message, that performs `step` where the state allows it."""
+    match step:
+        case ConnectionStep.CALLED:
+            reply(table, LEADER, Reject(field="connection", reason="send hello first", hello_first=True), now)
+        case ConnectionStep.REJECTED:
+            reply(table, LEADER, Reject(field="hello", reason="another model", final=True), now)
+        case ConnectionStep.WELCOMED:
+            reply(table, LEADER, welcome(generation=link.generation), now)
+        case ConnectionStep.CONFIRMED:
+            table.on_inbound(b"c1", "", hello(generation=link.generation), now)
+        case ConnectionStep.ENDED:
+            table.on_closed(b"c1", now)
+        case ConnectionStep.DROPPED:
+            table.on_unreachable(DECODE, "the engine's connection broke", now)
+
+
+@pytest.mark.parametrize(("state", "step"), CONNECTION_PAIRS, ids=str)
+def test_a_connection_moves_exactly_as_its_table_says(state: ConnectionState, step: ConnectionStep) -> None:
+    table, link = connection_in(state)
+    generation, was_ready = link.generation, link.is_ready
+    connection_step(table, link, step, 2.0)
+    # A peer that rejects this rank also ends the generation, and an end is noticed only of a connection that was there.
+    dropped = CONNECTION_TABLE.get((state, ConnectionStep.DROPPED), state) if step is ConnectionStep.REJECTED else state
+    expected = CONNECTION_TABLE.get((dropped, step), dropped)
+    if (state, step) == (ConnectionState.ONE_WAY, ConnectionStep.ENDED):
+        assert link.state is state
+        connection_step(table, link, ConnectionStep.CONFIRMED, 2.0)
+        connection_step(table, link, ConnectionStep.ENDED, 2.0)
+    assert link.state is expected
+    losses = [effect for effect in take_effects(table) if isinstance(effect, Lost)]
+    assert len(losses) == link.generation - generation == (was_ready and not link.is_ready)
+    assert link.lost_at == float("inf") or link.state in (ConnectionState.ONE_WAY, ConnectionState.CLOSED)
+
+
 # ------------------------------------------------------------------------------------------------------------ the tables
 
 
@@ -205,6 +269,15 @@ def test_every_state_is_reachable_every_step_is_used_and_every_state_leads_to_an
     while more := {before for (before, _), after in table.items() if after in leads_to_end} - leads_to_end:
         leads_to_end |= more
     assert leads_to_end == set(states)
+
+
+def test_every_state_of_a_connection_is_reachable_from_every_other_and_every_step_is_used() -> None:
+    assert {step for _, step in CONNECTION_TABLE} == set(ConnectionStep)
+    for first in ConnectionState:
+        reached = {first}
+        while more := {after for (before, _), after in CONNECTION_TABLE.items() if before in reached} - reached:
+            reached |= more
+        assert reached == set(ConnectionState)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Limits) if field.name.endswith("_s")])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from tests.state.test_hybrid import EXPERT_SIZES, hybrid
 from tests.state.test_hybrid_managers import DECODE
 from tests.support.instances import InstanceSpec

@@ -11,7 +11,7 @@ from disagg.core.errors import LayoutError
 from disagg.layout.agreement import Agreement, LocalRank
 from disagg.layout.ownership import interval, split
 from disagg.layout.tables import LayoutTable, TopologySizes
-from disagg.protocol.peer_state import Undecided
+from disagg.protocol.peer_effects import Undecided
 from disagg.runtime import agreements
 from disagg.runtime.agreements import MAX_COMPARING, MAX_RANKS, MAX_TABLE_NBYTES, Agreements
 from tests.manager.test_peers import until

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from disagg.backends.base import Fence
-from disagg.protocol.peer_state import Lost
+from disagg.protocol.peer_effects import Lost
 from disagg.protocol.types import PeerRank
 from disagg.runtime.connections import MAX_FENCE_S, PROCESS_CHECK_S, Connections
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.types import Event, Limits
 from disagg.requests import Receiver, Sender
 from disagg.testing import reference

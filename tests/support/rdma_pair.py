@@ -16,7 +16,7 @@ import numpy as np
 
 from disagg import Pages, new_request_id
 from disagg.core.leases import Lease, LeaseState
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.requests import Sender
 from disagg.testing import reference
 from disagg.testing.faults import BackendFaults, inject

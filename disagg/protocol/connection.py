@@ -1,0 +1,270 @@
+"""The connection that this rank opens to one rank of a peer: its states, their table, and everything that changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.protocol.messages import Lending
+from disagg.protocol.types import NEVER, PeerRank, State
+
+LEADER = 0
+"""The rank that answers for its instance."""
+NO_ANSWER = "no answer yet"
+"""The problem of a connection before anything has come back on it."""
+MAX_ASKED = 8
+"""Hellos whose welcomes may still come."""
+
+
+class ConnectionState(State):
+    """`GREETING`: the peer gets a hello when one is due. `REFUSED`: likewise, but one side refuses the other until one of them
+    starts anew. In the other states transfers to the peer may start. `ONE_WAY`: it has not connected to this rank. `CLOSED`:
+    it had, and that connection has ended.
+    """
+
+    GREETING = "greeting"
+    REFUSED = "refused"
+    ONE_WAY = "one_way"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class ConnectionStep(State):
+    CALLED = "something calls for a hello"
+    REJECTED = "one side refuses the other for good"
+    WELCOMED = "the peer's welcome arrived"
+    CONFIRMED = "a connection that the peer opened is there"
+    ENDED = "the connection that the peer opened has ended"
+    DROPPED = "this generation of the connection is over"
+
+
+CONNECTION_TABLE: dict[tuple[ConnectionState, ConnectionStep], ConnectionState] = {
+    (ConnectionState.GREETING, ConnectionStep.REJECTED): ConnectionState.REFUSED,
+    (ConnectionState.GREETING, ConnectionStep.WELCOMED): ConnectionState.ONE_WAY,
+    (ConnectionState.REFUSED, ConnectionStep.CALLED): ConnectionState.GREETING,
+    (ConnectionState.REFUSED, ConnectionStep.WELCOMED): ConnectionState.ONE_WAY,
+    (ConnectionState.ONE_WAY, ConnectionStep.CONFIRMED): ConnectionState.READY,
+    (ConnectionState.ONE_WAY, ConnectionStep.ENDED): ConnectionState.CLOSED,
+    (ConnectionState.ONE_WAY, ConnectionStep.DROPPED): ConnectionState.GREETING,
+    (ConnectionState.READY, ConnectionStep.ENDED): ConnectionState.CLOSED,
+    (ConnectionState.READY, ConnectionStep.DROPPED): ConnectionState.GREETING,
+    (ConnectionState.CLOSED, ConnectionStep.CONFIRMED): ConnectionState.READY,
+    (ConnectionState.CLOSED, ConnectionStep.DROPPED): ConnectionState.GREETING,
+}
+"""A step that is not in the table changes nothing."""
+
+
+@dataclass
+class PeerConnection:
+    """The connection that this rank opened to one rank of a peer instance. Only its own methods change it, but for `armed_at`.
+
+    `dial` is the number of the connection. `epoch` is that of the peer's process, 0 until it is known. A side that gives a
+    connection up starts a new `generation` and names it in its next hello, so that both sides end the old one; a new process
+    starts at generation 0. `problem` says why it is not ready. `asked` counts the hellos whose welcome may still come,
+    `unanswered` those since anything came back. `heard`: the peer has said hello since this side last did. `renews`: the last
+    hello was answered with a welcome, and nothing has called for another hello since. The next hello is due at `hello_at`, and
+    the peer is lost at `lost_at` unless a connection that it opened is there by then. `armed_at` is when it is looked at next.
+    """
+
+    instance: str
+    address: str
+    rank: int
+    dial: int
+    generation: int = 0
+    epoch: int = 0
+    hello_at: float = 0.0
+    state: ConnectionState = ConnectionState.GREETING
+    problem: str = NO_ANSWER
+    hello_retry_s: float = 0.0
+    lost_at: float = NEVER
+    unanswered: int = 0
+    asked: int = 0
+    heard: bool = False
+    renews: bool = False
+    lending: Lending | None = None
+    armed_at: float = NEVER
+
+    @property
+    def peer(self) -> PeerRank:
+        return PeerRank(self.instance, self.rank)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether transfers to the peer may start."""
+        return self.state not in (ConnectionState.GREETING, ConnectionState.REFUSED)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether one side refuses the other until one of them starts anew."""
+        return self.state is ConnectionState.REFUSED
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is ready, and the connection that the peer had opened has ended."""
+        return self.state is ConnectionState.CLOSED
+
+    @property
+    def due(self) -> float:
+        """When a hello or the loss of the peer is next due."""
+        return min(self.hello_at, self.lost_at)
+
+    def _step(self, step: ConnectionStep) -> bool:
+        """Perform a step. Returns whether the state has changed."""
+        after = CONNECTION_TABLE.get((self.state, step))
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    # -- hellos ------------------------------------------------------------------------------------------------------
+
+    def greet_soon(self, now: float) -> None:
+        """Send a hello at the next tick."""
+        self._step(ConnectionStep.CALLED)
+        self.hello_at, self.hello_retry_s, self.renews = now, 0.0, False
+
+    def hello_by(self, at: float) -> None:
+        """Send the next hello at `at`, unless it is due before."""
+        self.hello_at = min(self.hello_at, at)
+
+    def greet_at(self, at: float) -> None:
+        """The hello after the one that is sent now is due at `at`."""
+        self.hello_at = at
+
+    def greet(self, *, awaited: bool) -> None:
+        """A hello is sent. `awaited`: without an answer, the connection is of no use."""
+        self.asked, self.heard = min(self.asked + 1, MAX_ASKED), False
+        self.unanswered += awaited
+
+    def renew(self) -> None:
+        """The last hello is renewed."""
+        self.heard = False
+
+    def back_off(self, first_s: float, most_s: float) -> float:
+        """The seconds to wait for the answer to the hello that is sent now: twice as long as for the last."""
+        self.hello_retry_s = min(self.hello_retry_s * 2 or first_s, most_s)
+        return self.hello_retry_s
+
+    def cannot_dial(self, problem: str, unanswered: int) -> None:
+        """It could not be opened. This counts as `unanswered` hellos."""
+        self.problem, self.unanswered = problem, unanswered
+
+    def redial(self, dial: int, problem: str) -> None:
+        """It is opened anew, as number `dial`."""
+        self._step(ConnectionStep.DROPPED)
+        self.dial, self.unanswered, self.problem = dial, 0, problem
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def answer(self) -> None:
+        """Something has come back."""
+        self.unanswered = 0
+
+    def hear(self) -> None:
+        """The peer says hello, on a connection of its own."""
+        self.heard = True
+
+    def take_welcome(self) -> bool:
+        """Whether a hello has asked for the welcome that has come."""
+        if not self.asked:
+            return False
+        self.asked -= 1
+        return True
+
+    def welcome(self, lending: Lending | None, next_at: float, *, renews: bool) -> bool:
+        """The peer's welcome holds: the next hello is due at `next_at`. Returns whether the connection was not ready before."""
+        is_first = self._step(ConnectionStep.WELCOMED)
+        if is_first:
+            self.lending = lending
+        self.problem, self.hello_retry_s, self.hello_at, self.renews = "", 0.0, next_at, renews
+        return is_first
+
+    def wait(self, problem: str, retry_at: float) -> None:
+        """The peer, or this rank, needs more time to answer. A hello is due by `retry_at`."""
+        self.problem = problem
+        self.hello_by(retry_at)
+
+    def defer(self, problem: str, retry_at: float) -> None:
+        """One side refuses the other for now. A hello is due at `retry_at`."""
+        self._step(ConnectionStep.CALLED)
+        self.problem, self.hello_at, self.hello_retry_s = problem, retry_at, 0.0
+
+    def reject(self, problem: str, retry_at: float) -> None:
+        """One side refuses the other for a reason that will not pass by itself. A hello is due at `retry_at`."""
+        self._step(ConnectionStep.REJECTED)
+        self.problem, self.hello_at, self.hello_retry_s = problem, retry_at, 0.0
+
+    def cannot_use(self, problem: str, retry_at: float) -> None:
+        """A peer that is ready cannot be used now. Its generation goes on; a hello is due at `retry_at`."""
+        self._step(ConnectionStep.DROPPED)
+        self.lost_at, self.problem, self.hello_at = NEVER, problem, retry_at
+
+    # -- the peer's own connection -----------------------------------------------------------------------------------
+
+    def confirm(self) -> None:
+        """A connection that the peer opened is there."""
+        if self._step(ConnectionStep.CONFIRMED):
+            self.lost_at = NEVER
+
+    def expect(self, lost_at: float) -> None:
+        """The peer is lost at `lost_at`, unless it connects to this rank before."""
+        self.lost_at = lost_at
+
+    def end(self, lost_at: float) -> None:
+        """The connection that a ready peer had opened has ended. It is lost at `lost_at`, unless it opens another before."""
+        self._step(ConnectionStep.ENDED)
+        self.lost_at = lost_at
+
+    # -- the end of a generation -------------------------------------------------------------------------------------
+
+    def drop(self, cause: str) -> bool:
+        """End this generation, if it is ready. The next hello begins another. Returns whether it was ready."""
+        if not self._step(ConnectionStep.DROPPED):
+            return False
+        self.lost_at, self.problem, self.generation = NEVER, cause, self.generation + 1
+        return True
+
+    def begin(self, epoch: int, generation: int) -> None:
+        """The peer is a process of this epoch now, with which this generation begins."""
+        self.epoch, self.generation = epoch, generation
+
+
+@dataclass
+class PeerInstance:
+    """A peer. One that is not configured for good is forgotten at `forget_at`. `members`: the ranks that its leader names, by
+    address; others are not taken before `members_at`. `admitted`: nobody but itself has named it. Any thread may read the
+    properties.
+    """
+
+    name: str
+    address: str
+    public_key: str | None
+    forget_at: float = NEVER
+    links: dict[str, PeerConnection] = field(default_factory=dict)
+    num_ranks: int | None = None
+    members: dict[str, int] = field(default_factory=dict)
+    members_at: float = 0.0
+    admitted: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank of it has answered."""
+        if self.num_ranks is None:
+            return False
+        answered = {link.rank for link in tuple(self.links.values()) if link.is_ready}
+        return len(answered) == self.num_ranks
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether any rank of it is ready."""
+        return any(link.is_ready for link in self.links.values())
+
+    @property
+    def refusal(self) -> str:
+        """Why it cannot become ready before one side is started anew; empty if it can."""
+        return "; ".join(f"{link.address}: {link.problem}" for link in tuple(self.links.values()) if link.is_refused)
+
+    @property
+    def problem(self) -> str:
+        """Why it is not ready."""
+        waiting = [link for link in tuple(self.links.values()) if not link.is_ready]
+        return "; ".join(f"{link.address}: {link.problem}" for link in waiting) or "not all of its ranks are known"

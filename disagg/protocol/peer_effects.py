@@ -1,0 +1,160 @@
+"""What the peer table is built from, and the effects that it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from disagg.core.errors import DisaggError
+from disagg.protocol.messages import Message, Welcome
+from disagg.protocol.types import NEVER, PeerRank, check_seconds
+
+
+class Undecided(DisaggError):
+    """A peer was neither accepted nor refused yet. Its hello is repeated after `retry_s` seconds."""
+
+    def __init__(self, message: str, *, retry_s: float = 0.02) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+MAX_HEARTBEAT_S = 1_000_000
+"""Limit on the times of heartbeats: libzmq counts milliseconds in 32 bits."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Times of the handshake and of liveness; seconds.
+
+    Every `heartbeat_s` libzmq pings each peer. This rank renews its hello every `renew_s`, and at least every
+    `max_hello_retry_s` while ranks of the peer's instance are not ready. A peer whose libzmq does not answer for
+    `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`. An instance that was
+    admitted, or named by a request only, is forgotten when it has not been ready for `forget_s`, and at once if its host
+    refuses connections to its address, or is not known, and no connection of it is there.
+    """
+
+    hello_retry_s: float = 0.2
+    max_hello_retry_s: float = 2.0
+    heartbeat_s: float = 4.0
+    heartbeat_timeout_s: float = 8.0
+    refused_retry_s: float = 30.0
+    forget_s: float = 60.0
+
+    @property
+    def renew_s(self) -> float:
+        """How often a hello is renewed while nothing changes: what it tells has come by other ways by then."""
+        return 8 * self.heartbeat_s
+
+    @property
+    def connect_back_s(self) -> float:
+        """How long a peer that has answered may take to connect to this rank: its interpreter may be busy."""
+        return 4 * self.heartbeat_timeout_s
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            most = MAX_HEARTBEAT_S if each.name.startswith("heartbeat") else NEVER
+            check_seconds(getattr(self, each.name), f"connection limits {each.name}", most=most)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This rank, as it introduces itself."""
+
+    instance: str
+    rank: int
+    num_ranks: int
+    epoch: int
+    model: str
+    revision: str
+    table: bytes
+    address: str
+    leader: bool
+
+    @property
+    def peer(self) -> PeerRank:
+        return PeerRank(self.instance, self.rank)
+
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.rank}"
+
+
+class SendHello(NamedTuple):
+    """Effect: send a hello on connection `dial`, the number of a connection among all that this rank has opened. `again`: ask
+    for one in return.
+    """
+
+    dial: int
+    generation: int = 0
+    peer_epoch: int = 0
+    again: bool = False
+
+
+class SendTo(NamedTuple):
+    """Effect: send a message on a connection that this rank opened."""
+
+    dial: int
+    message: Message
+
+
+class ReplyOn(NamedTuple):
+    """Effect: send a message back on a connection that a peer opened."""
+
+    connection: bytes
+    message: Message
+
+
+class Connect(NamedTuple):
+    """Effect: open connection number `dial`."""
+
+    dial: int
+    address: str
+    public_key: str | None
+
+
+class Disconnect(NamedTuple):
+    """Effect: close a connection that this rank opened."""
+
+    dial: int
+
+
+class Probe(NamedTuple):
+    """Effect: find out whether anybody listens at the other end of a connection that this rank opened, without waiting."""
+
+    dial: int
+
+
+class Forgotten(NamedTuple):
+    """Effect: an instance is not a peer any more, for the reason `cause`."""
+
+    instance: str
+    cause: str
+
+
+class Unanswered(NamedTuple):
+    """Effect: a configured peer has not answered several hellos."""
+
+    instance: str
+    address: str
+
+
+class Ready(NamedTuple):
+    """Effect: a rank answered our hello; transfers to it may start."""
+
+    peer: PeerRank
+    epoch: int
+    welcome: Welcome
+
+
+class Lost(NamedTuple):
+    """Effect: a rank at this epoch is gone, for the reason `cause`. `announced`: it said goodbye. `renewed`: the same process
+    has started another generation of its connection, with loans of its own.
+    """
+
+    peer: PeerRank
+    epoch: int
+    cause: str
+    announced: bool = False
+    renewed: bool = False
+
+
+PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Probe | Ready | Lost | Forgotten
