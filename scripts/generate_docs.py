@@ -34,7 +34,7 @@ from disagg.models import PRESETS  # noqa: E402
 from disagg.models.decoders import REFUSED  # noqa: E402
 from disagg.protocol import messages as wire  # noqa: E402
 from disagg.protocol.connection import CONNECTION_TABLE, ConnectionState  # noqa: E402
-from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveState  # noqa: E402
+from disagg.protocol.receive_session import RECEIVE_TABLE, WRITER_TABLE, ReceiveState, WriterState  # noqa: E402
 from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
 from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from examples.transformers_pd.architectures import describe  # noqa: E402
@@ -161,6 +161,11 @@ def connection_states() -> Iterator[str]:
 def receive_states() -> Iterator[str]:
     """The diagram of `RECEIVE_TABLE`."""
     yield from _diagram(RECEIVE_TABLE, ReceiveState, start=ReceiveState.WAITING)
+
+
+def writer_states() -> Iterator[str]:
+    """The diagram of `WRITER_TABLE`."""
+    yield from _diagram(WRITER_TABLE, WriterState, start=WriterState.RESERVED)
 
 
 def send_states() -> Iterator[str]:
@@ -338,7 +343,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         manager_settings, rank_settings, integration_settings, shaping_rows, limits,
-        connection_states, receive_states, send_states, messages,
+        connection_states, receive_states, writer_states, send_states, messages,
         bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
         command_line, sglang_recipes, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
         vllm_recipes,

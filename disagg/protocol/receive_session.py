@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,8 +115,10 @@ class Coverage:
         return f"tokens {tokens}{more} of layer {layer} ({len(missing)} layers incomplete)"
 
 
-class WriterState(enum.Enum):
-    """The state of one writer, as the receiver knows it."""
+class WriterState(State):
+    """The state of one writer, as the receiver knows it. `RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`: the
+    peer is gone, and may still write.
+    """
 
     RESERVED = "reserved"
     COMPLETE = "complete"
@@ -129,6 +130,26 @@ class WriterState(enum.Enum):
     def quiet(self) -> bool:
         """Whether nothing of this writer can still land."""
         return self in (WriterState.COMPLETE, WriterState.QUIET)
+
+
+class WriterStep(State):
+    COVERED = "it has written everything, and all is unpacked"
+    FAILURE = "the request failed"
+    QUIET = "nothing of it can land any more"
+    PEER_LOST = "the peer is gone"
+    PEER_BACK = "the process that was lost is connected again"
+
+
+WRITER_TABLE: dict[tuple[WriterState, WriterStep], WriterState] = {
+    (WriterState.RESERVED, WriterStep.COVERED): WriterState.COMPLETE,
+    (WriterState.RESERVED, WriterStep.FAILURE): WriterState.ABORTING,
+    (WriterState.RESERVED, WriterStep.QUIET): WriterState.QUIET,
+    (WriterState.RESERVED, WriterStep.PEER_LOST): WriterState.LOST,
+    (WriterState.ABORTING, WriterStep.QUIET): WriterState.QUIET,
+    (WriterState.ABORTING, WriterStep.PEER_LOST): WriterState.LOST,
+    (WriterState.LOST, WriterStep.QUIET): WriterState.QUIET,
+    (WriterState.LOST, WriterStep.PEER_BACK): WriterState.ABORTING,
+}
 
 
 @dataclass
@@ -147,6 +168,18 @@ class Writer:
     retry_s: float = 0.0
     reserve: Reserve | None = None
     lost_at: int | None = None
+
+    def step(self, step: WriterStep) -> bool:
+        """Perform a step. Returns whether the table has it."""
+        after = WRITER_TABLE.get((self.state, step))
+        if after is None:
+            return False
+        self.state = after
+        return True
+
+    def was_lost_at(self, epoch: int) -> bool:
+        """Whether it is lost, and was at this epoch."""
+        return self.state is WriterState.LOST and self.lost_at == epoch
 
     def account(self, written: Iterable[Written]) -> bool:
         """Account for what it has written. Returns whether that took no more than `MAX_STEPS`."""

@@ -30,6 +30,7 @@ from disagg.protocol.receive_session import (
     ReceiveStep,
     Writer,
     WriterState,
+    WriterStep,
 )
 from disagg.protocol.timers import Timers, Tombstone, Tombstones, back_off
 from disagg.protocol.types import (
@@ -124,10 +125,9 @@ class Receives:
         self._timers.arm(session)
         for peer, writer in session.writers.items():
             if writer.reserve is None:
-                writer.state = WriterState.QUIET
+                writer.step(WriterStep.QUIET)
                 self._effects.append(SendMessage(peer, self._abort_of(session)))
-            elif writer.state is WriterState.RESERVED:
-                writer.state = WriterState.ABORTING
+            elif writer.step(WriterStep.FAILURE):
                 self._send_abort(session, peer, writer, now)
         self._report(session, ok=False)
         self._settle(session)
@@ -196,11 +196,11 @@ class Receives:
             self._answer_ended(peer, message)
             return
         if session.state is ReceiveState.ABORTING:
-            writer.state = WriterState.QUIET
+            writer.step(WriterStep.QUIET)
             self._settle(session)
             return
         if not writer.account(message.written):
-            writer.state = WriterState.COMPLETE
+            writer.step(WriterStep.COVERED)
             what = f"the complete message of {peer}: expected at most {MAX_STEPS} ranges, counted for each layer, found more"
             self.abort(session, RequestAborted(what, cause=Cause.INCOMPLETE), now)
             return
@@ -211,7 +211,7 @@ class Receives:
         """A writer is complete once its `Complete` has come and everything is unpacked."""
         if session.state is not ReceiveState.OPEN or not writer.has_everything:
             return
-        writer.state = WriterState.COMPLETE
+        writer.step(WriterStep.COVERED)
         for name, coverage in writer.coverage.items():
             if not coverage.complete:
                 what = f"{peer} finished without component {name!r}: {coverage}"
@@ -251,7 +251,7 @@ class Receives:
         if session is None or peer not in session.writers:
             self._answer_ended(peer, message)
             return
-        session.writers[peer].state = WriterState.QUIET
+        session.writers[peer].step(WriterStep.QUIET)
         reason = message.reason or "the writer ended the attempt"
         self.abort(session, RequestAborted(f"{peer}: {reason}", cause=Cause.PEER), now)
         self._settle(session)
@@ -294,9 +294,10 @@ class Receives:
             if writer.state.quiet or writer.state is WriterState.LOST:
                 continue  # the loss of a later process proves nothing about an earlier one
             if not direct:
-                writer.state = WriterState.QUIET
+                writer.step(WriterStep.QUIET)
             elif writer.reserve is not None:
-                writer.state, writer.lost_at = WriterState.LOST, epoch
+                writer.step(WriterStep.PEER_LOST)
+                writer.lost_at = epoch
                 self._effects.append(QuarantineLease(session.lease, f"{peer} is gone and may still write: {cause}"))
             self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
             self._settle(session)
@@ -305,16 +306,14 @@ class Receives:
         """The process of a peer that was lost at that epoch is connected again: resend the abort, to get its proof."""
         for session in self.sessions.values():
             writer = session.writers.get(peer)
-            if writer is not None and writer.state is WriterState.LOST and writer.lost_at == epoch:
-                writer.state = WriterState.ABORTING
+            if writer is not None and writer.was_lost_at(epoch) and writer.step(WriterStep.PEER_BACK):
                 self._send_abort(session, peer, writer, now)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
         """A peer lost at that epoch is proved quiet: nothing of it can land any more."""
         for session in list(self.sessions.values()):
             writer = session.writers.get(peer)
-            if writer is not None and writer.state is WriterState.LOST and writer.lost_at == epoch:
-                writer.state = WriterState.QUIET
+            if writer is not None and writer.was_lost_at(epoch) and writer.step(WriterStep.QUIET):
                 self._settle(session)
 
     def tick(self, session: ReceiveSession, now: float) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from disagg.core.leases import LeaseState
-from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveSession, ReceiveState
-from disagg.protocol.send_session import SEND_TABLE, SendSession, SendState
-from disagg.protocol.types import Event, Limits, PeerRank
+from disagg.protocol.receive_session import RECEIVE_TABLE, WRITER_TABLE, ReceiveSession
+from disagg.protocol.send_session import SEND_TABLE, SendSession
+from disagg.protocol.types import Event, Limits, PeerRank, State
 from harness.simulator.model import NUM_LAYERS, PAGE_TOKENS, STATE_LAYER, Flight, Holding, Host, OpenSession, Violation, cell
 
 
@@ -24,6 +24,7 @@ def _reachable(table: Iterable[tuple[object, object]]) -> set[tuple[object, obje
 _REACHABLE = _reachable(
     [(before, after) for (before, _), after in RECEIVE_TABLE.items()]
     + [(before, after) for (before, _), after in SEND_TABLE.items()]
+    + [(before, after) for (before, _), after in WRITER_TABLE.items()]
 )
 
 
@@ -42,9 +43,9 @@ def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
         raise Violation(f"{host.name} has {len(sends.table.ended)} and {len(receives._ended)} tombstones")
 
 
-def _states(session: ReceiveSession | SendSession) -> list[tuple[PeerRank | None, ReceiveState | SendState]]:
+def _states(session: ReceiveSession | SendSession) -> list[tuple[PeerRank | None, State]]:
     if isinstance(session, ReceiveSession):
-        return [(None, session.state)]
+        return [(None, session.state), *((peer, writer.state) for peer, writer in session.writers.items())]
     return [(peer, destination.state) for peer, destination in session.destinations.items()]
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.core.rows import Pages, Rows, Slot
-from disagg.protocol.receive_session import ReceiveSession, ReceiveState
-from disagg.protocol.send_session import SendSession, SendState
+from disagg.protocol.receive_session import ReceiveSession
+from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import NEVER, Event, PeerRank, RequestKey, StartTransfer
+from disagg.protocol.types import NEVER, Event, PeerRank, RequestKey, StartTransfer, State
 from harness.simulator.scenario import DECODE, PREFILL, Scenario, Script
 from harness.simulator.slots import SlotPool
 
@@ -84,7 +84,7 @@ class OpenSession:
     session: ReceiveSession | SendSession
     holding: Holding
     deadline: float
-    states: dict[PeerRank | None, ReceiveState | SendState] = field(default_factory=dict)
+    states: dict[PeerRank | None, State] = field(default_factory=dict)
 
     @property
     def nonce(self) -> int | None:

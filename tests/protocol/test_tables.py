@@ -1,4 +1,4 @@
-"""The three state tables, tested exhaustively.
+"""The four state tables, tested exhaustively.
 
 A pair outside a table changes nothing. Some call or message performs every pair in a table.
 """
@@ -18,7 +18,16 @@ from disagg.protocol.connection import CONNECTION_TABLE, ConnectionState, Connec
 from disagg.protocol.messages import Abort, Complete, Drained, Outcome, Reject, Reserve, Written, pack_rows
 from disagg.protocol.peer_effects import Lost
 from disagg.protocol.peers import PeerTable
-from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveSession, ReceiveState, ReceiveStep
+from disagg.protocol.receive_session import (
+    RECEIVE_TABLE,
+    WRITER_TABLE,
+    ReceiveSession,
+    ReceiveState,
+    ReceiveStep,
+    Writer,
+    WriterState,
+    WriterStep,
+)
 from disagg.protocol.send_session import SEND_TABLE, Destination, SendSession, SendState, SendStep
 from disagg.protocol.sending import MAX_RESENT
 from disagg.protocol.sessions import Sessions
@@ -33,6 +42,7 @@ ROWS = {"kv": Pages(np.array([1, 2]))}
 RESERVE = Reserve(**IDS, source_group=0, destination_group=0, rows={"kv": pack_rows(ROWS["kv"])}, need={"kv": (0, 8)})
 RECEIVE_PAIRS = list(itertools.product(ReceiveState, ReceiveStep))
 SEND_PAIRS = list(itertools.product(SendState, SendStep))
+WRITER_PAIRS = list(itertools.product(WriterState, WriterStep))
 CONNECTION_PAIRS = list(itertools.product(ConnectionState, ConnectionStep))
 FAILED = RequestAborted("client gone")
 
@@ -108,6 +118,67 @@ def test_a_receive_moves_exactly_as_its_table_says(state: ReceiveState, step: Re
         assert session.state in [*reached, *(RECEIVE_TABLE.get((each, ReceiveStep.QUIET)) for each in reached)]
     else:
         assert not [e for e in sessions.effects if not isinstance(e, SendMessage) or not isinstance(e.message, Outcome)]
+
+
+# -------------------------------------------------------------------------------------------------------------- writers
+
+EPOCH, LATER = 3, 9
+"""Of the process that is lost, and of one in its place."""
+
+
+def writer_in(state: WriterState) -> tuple[Sessions, ReceiveSession, Writer]:
+    """A receive from two writers of which calls and messages have brought the first into `state`; the second writes still."""
+    sessions = Sessions()
+    expected = {rank: {"kv": ((0,), (0, 8))} for rank in (0, 1)}
+    session = sessions.receives.open(
+        KEY, peer="P", nonce=7, source_group=0, rows=ROWS, need={"kv": (0, 8)}, expected=expected, now=0.0, deadline=10.0
+    )
+    writer = session.writers[P]
+    for step in {
+        WriterState.RESERVED: [],
+        WriterState.COMPLETE: [WriterStep.COVERED],
+        WriterState.ABORTING: [WriterStep.FAILURE],
+        WriterState.QUIET: [WriterStep.QUIET],
+        WriterState.LOST: [WriterStep.PEER_LOST],
+    }[state]:
+        writer_step(sessions, session, step)
+    assert writer.state is state
+    return sessions, session, writer
+
+
+def writer_step(sessions: Sessions, session: ReceiveSession, step: WriterStep, *, epoch: int = EPOCH) -> None:
+    """Make the call, or deliver the message, that performs `step` where the state allows it."""
+    match step:
+        case WriterStep.COVERED:
+            sessions.on_message(P, Complete(**IDS, written=(Written(0, "kv", None, 0, 8),)), 2.0)
+        case WriterStep.FAILURE:
+            sessions.receives.abort(session, RequestAborted("the client has gone"), 2.0)
+        case WriterStep.QUIET:
+            sessions.on_message(P, Drained(**IDS), 2.0)
+        case WriterStep.PEER_LOST:
+            sessions.peer_lost(P, "it died", 2.0, epoch=epoch)
+        case WriterStep.PEER_BACK:
+            sessions.receives.peer_back(P, 2.0, epoch=epoch)
+
+
+@pytest.mark.parametrize(("state", "step"), WRITER_PAIRS, ids=str)
+def test_a_writer_moves_exactly_as_its_table_says(state: WriterState, step: WriterStep) -> None:
+    sessions, session, writer = writer_in(state)
+    writer_step(sessions, session, step)
+    # A complete message of a request that has failed says no more than that its writer has stopped.
+    meant = WriterStep.QUIET if step is WriterStep.COVERED and session.error is not None else step
+    assert writer.state is WRITER_TABLE.get((state, meant), state)
+    assert not session.lease.released, "the second writer has not stopped"
+
+
+def test_the_end_of_a_later_process_proves_nothing_for_a_lost_writer() -> None:
+    sessions, session, writer = writer_in(WriterState.LOST)
+    writer_step(sessions, session, WriterStep.PEER_LOST, epoch=LATER)
+    writer_step(sessions, session, WriterStep.PEER_BACK, epoch=LATER)
+    sessions.receives.peer_quiet(P, epoch=LATER)
+    assert not writer.state.quiet
+    sessions.receives.peer_quiet(P, epoch=EPOCH)
+    assert writer.state.quiet
 
 
 # -------------------------------------------------------------------------------------------------------------- sending
@@ -252,8 +323,9 @@ def test_a_connection_moves_exactly_as_its_table_says(state: ConnectionState, st
     [
         (RECEIVE_TABLE, ReceiveState, ReceiveStep, {ReceiveState.WAITING}),
         (SEND_TABLE, SendState, SendStep, {SendState.AWAITED}),
+        (WRITER_TABLE, WriterState, WriterStep, {WriterState.RESERVED}),
     ],
-    ids=["receive", "send"],
+    ids=["receive", "send", "writer"],
 )
 def test_every_state_is_reachable_every_step_is_used_and_every_state_leads_to_an_end(
     table: dict[tuple[Any, Any], Any], states: Any, steps: Any, first: set[Any]
@@ -264,7 +336,7 @@ def test_every_state_is_reachable_every_step_is_used_and_every_state_leads_to_an
     assert reached == set(states)
     assert {step for _, step in table} == set(steps)
     ends = set(states) - {before for before, _ in table}
-    assert {state.name for state in ends} <= {"SUCCEEDED", "FAILED", "CLOSED", "LOST"}
+    assert {state.name for state in ends} <= {"SUCCEEDED", "FAILED", "CLOSED", "LOST", "COMPLETE", "QUIET"}
     leads_to_end = set(ends)
     while more := {before for (before, _), after in table.items() if after in leads_to_end} - leads_to_end:
         leads_to_end |= more
