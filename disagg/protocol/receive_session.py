@@ -116,8 +116,8 @@ class Coverage:
 
 
 class WriterState(State):
-    """The state of one writer, as the receiver knows it. `RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`: the
-    peer is gone, and may still write.
+    """The state of one writer, as the receiver knows it. `RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`:
+    the peer is gone, and may still write.
     """
 
     RESERVED = "reserved"

@@ -191,7 +191,7 @@ class Dispatch:
         """Carry out every effect, take the worker's reports, and end requests last of all: that may yield the GIL."""
         self.carry_out_peers(now)
         self._carry_out_sessions(now)
-        for report in self._worker.run_small():
+        for report in self._worker.take_reports():
             self._transfers.take(report, now)
         self._sessions.flush()
         self._carry_out_sessions(now)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from disagg.core.errors import RemoteProtocolError
-from disagg.core.rows import Pages, Rows
 from disagg.protocol.messages import Filled, Message
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
@@ -105,15 +104,7 @@ class Transfers:
                 gathers_from=rank.gathers_from,
                 make_stream=rank.pack,
             )
-        job = Job(
-            ticket,
-            rank.engine,
-            bind,
-            lambda: destination.reason != "",
-            start.chunk.ready,
-            rank.loans,
-            num_rows=_num_rows(start.chunk.rows.values()),
-        )
+        job = Job(ticket, rank.engine, bind, lambda: destination.reason != "", start.chunk.ready, rank.loans)
         self._worker.submit(job)
         self._verification.start(rank, start)
 
@@ -236,8 +227,3 @@ class Transfers:
                 self._requests.work_of(session).add(report)
                 self._requests.moments_of(session).land(report.ended_at, report.took)
         self._settled.clear()
-
-
-def _num_rows(given: Iterable[Rows]) -> int:
-    """The number of page ids and slots to bind."""
-    return sum(len(rows.ids) if isinstance(rows, Pages) else 1 for rows in given)

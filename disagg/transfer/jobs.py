@@ -16,9 +16,6 @@ from disagg.core.events import ReadyEvent
 from disagg.core.spans import SpanBatch
 from disagg.transfer.staging import Loans
 
-SMALL_NBYTES = 4 << 20
-"""Up to this many bytes are posted or unpacked in the thread that hands them over."""
-
 
 class PendingWork(Protocol):
     """Work that continues without this thread, in the order in which it was started. `completion` is as of a `Transfer`."""
@@ -73,16 +70,9 @@ class BoundTransfer(msgspec.Struct, frozen=True):
         """Bytes that go through slots of the peer's."""
         return self.stream.total if self.stream is not None else 0
 
-    @property
-    def is_small(self) -> bool:
-        """Whether posting takes little time: few bytes, or an engine that computes the addresses itself."""
-        return self.prepared is not None or self.nbytes <= SMALL_NBYTES
-
 
 class Job(msgspec.Struct, frozen=True):
-    """Copies to make. `bind` computes them and may raise. They are posted once `ready` has passed, unless `cancelled()`.
-    `num_rows` counts the page ids and slots to bind.
-    """
+    """Copies to make. `bind` computes them and may raise. They are posted once `ready` has passed, unless `cancelled()`."""
 
     ticket: Hashable
     peer: RemotePeer
@@ -90,7 +80,6 @@ class Job(msgspec.Struct, frozen=True):
     cancelled: Callable[[], bool]
     ready: ReadyEvent | None = None
     loans: Loans | None = None
-    num_rows: int = 0
 
 
 class Unpack(msgspec.Struct, frozen=True):

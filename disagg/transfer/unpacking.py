@@ -37,11 +37,6 @@ class Unpacker:
         self.waiting.extend(slots)
 
     @property
-    def nbytes_waiting(self) -> int:
-        """Bytes of the slots that wait."""
-        return sum(unpack.nbytes for unpack in tuple(self.waiting))
-
-    @property
     def under_way(self) -> list[PendingWork]:
         """Scatters that have begun and not ended."""
         return [scattering.work for scattering in tuple(self.scattering)]

@@ -14,7 +14,7 @@ from disagg.backends.base import Backend, Transfer
 from disagg.core import _native
 from disagg.core.thread_log import ThreadLog
 from disagg.transfer.active_job import ActiveJob, attempt
-from disagg.transfer.jobs import SMALL_NBYTES, Job, PendingWork, Report, Settled, Unpack
+from disagg.transfer.jobs import Job, PendingWork, Report, Settled, Unpack
 from disagg.transfer.staging import SlotPool
 from disagg.transfer.unpacking import Unpacker
 
@@ -23,19 +23,18 @@ logger = ThreadLog(__name__)
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 UNSETTLED_POLL_S = 0.05
-SMALL_NUM_ROWS = 256
-"""Jobs with up to this many rows are bound in the thread that submits them."""
-MAX_INLINE_JOBS = 16
-"""More jobs at once are left to the worker's thread: a request may have been sent in thousands of chunks before its reserve."""
+MAX_CALLER_JOBS = 16
+"""More new jobs than these are left to the worker's thread: a request may have been sent in thousands of chunks before its
+reserve.
+"""
 
 
 class TransferWorker:
     """One supervised thread over one backend. It calls `on_reports` when there is something to report, and `on_death` if it
     fails.
 
-    The submitting thread calls `run_small` next. Small jobs then run inline, in that thread, unless the worker's thread holds
-    the lock, so that a request of a few pages wakes no thread. With `caller_steps` the caller advances every job itself, by
-    `step`, until it calls `wake` because it has something else to do.
+    The submitting thread calls `take_reports` next. With `caller_steps` it advances every job itself, by `step`, until it calls
+    `wake` because it has something else to do.
     """
 
     def __init__(
@@ -97,19 +96,18 @@ class TransferWorker:
     # -- the control thread ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Take a job, for the next `run_small`."""
+        """Take a job. It begins with the next `take_reports`."""
         self._new.append(job)
 
     def unpack(self, slots: Iterable[Unpack]) -> None:
-        """Take slots that have arrived, for the next `run_small`."""
+        """Take slots that have arrived. They are unpacked from the next `take_reports` on."""
         self._unpacker.add(slots)
 
-    def run_small(self) -> list[Report]:
-        """Run small jobs inline, wake the worker's thread for the rest, and return the reports so far."""
-        if self._caller_steps and len(self._new) <= MAX_INLINE_JOBS:
+    def take_reports(self) -> list[Report]:
+        """Have new work begun, and return the reports so far."""
+        if self._caller_steps and len(self._new) <= MAX_CALLER_JOBS:
             self.step()
         else:
-            self._run_inline()
             self.wake()
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
@@ -126,26 +124,6 @@ class TransferWorker:
         """Have the worker's thread advance what there is."""
         if self._has_work():
             self._alarm.set()
-
-    def _run_inline(self) -> None:
-        if not self._is_small() or not self._stepping.acquire(blocking=False):
-            return
-        try:
-            self._unpacker.step()
-            for active in self._begin_new():
-                if active.bound.is_small:
-                    active.step()
-            self._drop_ended()
-        finally:
-            self._stepping.release()
-
-    def _is_small(self) -> bool:
-        """Whether there are new jobs or slots, and handling them takes little time."""
-        if not (self._new or self._unpacker.waiting):
-            return False
-        new = tuple(self._new)
-        are_small = len(new) <= MAX_INLINE_JOBS and all(job.num_rows <= SMALL_NUM_ROWS for job in new)
-        return are_small and self._unpacker.nbytes_waiting <= SMALL_NBYTES
 
     def _has_work(self) -> bool:
         unpacker = self._unpacker
@@ -190,29 +168,28 @@ class TransferWorker:
 
     def _step(self) -> int:
         """Unpack, begin and advance what there is. Returns how much has changed."""
-        changed = self._unpacker.step() + len(self._begin_new())
+        changed = self._unpacker.step() + self._begin_new()
         for active in self._active:
             changed += active.step()
         self._drop_ended()
         return changed
 
-    def _begin_new(self) -> list[ActiveJob]:
-        """Bind every new job, and begin those whose event has passed. Returns the latter."""
+    def _begin_new(self) -> int:
+        """Bind every new job, and begin those whose event has passed. Returns how many have begun."""
         bound, self._waiting = self._waiting, []
         while self._new:
             active = self._bind(self._new.popleft())
             if active is not None:
                 bound.append(active)
-        begun = []
+        num_active = len(self._active)
         for active in bound:
             ready = active.is_ready()
             if ready:
                 active.started_at = time.perf_counter()
-                begun.append(active)
+                self._active.append(active)
             elif ready is not None:
                 self._waiting.append(active)
-        self._active += begun
-        return begun
+        return len(self._active) - num_active
 
     def _bind(self, job: Job) -> ActiveJob | None:
         report = Settled(ticket=job.ticket)

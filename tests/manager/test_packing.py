@@ -17,7 +17,7 @@ from disagg.protocol.messages import Filled, Part
 from disagg.protocol.types import PeerRank
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
-from disagg.transfer import unpacking, worker
+from disagg.transfer import unpacking
 from disagg.transfer.jobs import Unpack
 from disagg.transfer.staging import LentSlots
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
@@ -126,7 +126,6 @@ def test_rows_are_not_released_while_the_receiver_unpacks_into_them(monkeypatch:
             scatter(unpack)
 
         monkeypatch.setattr(unpacking, "scatter", slow)
-        monkeypatch.setattr(worker, "SMALL_NBYTES", 0)  # so that the transfer thread unpacks, and the test can block it
         request = new_request_id()
         receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]

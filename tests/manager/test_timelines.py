@@ -10,7 +10,7 @@ import pytest
 from disagg import new_request_id
 from disagg.backends.base import StagingShape
 from disagg.requests import Receiver, Sender
-from disagg.transfer import unpacking, worker
+from disagg.transfer import unpacking
 from disagg.transfer.jobs import Unpack
 from tests.manager.test_peers import until
 from tests.manager.test_transfers import SmallStaging
@@ -54,7 +54,6 @@ def test_unpacking_after_the_writers_last_message_is_a_phase(monkeypatch: pytest
             scatter(unpack)
 
         monkeypatch.setattr(unpacking, "scatter", late)
-        monkeypatch.setattr(worker, "SMALL_NBYTES", 0)  # so that the transfer thread unpacks, and the test can block it
         receiver, (sender,) = begin(instances)
         until(lambda: receiver._ending.moments.landed_at > 0)
         go_on.set()

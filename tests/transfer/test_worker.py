@@ -1,4 +1,4 @@
-"""Which jobs the submitting thread runs itself."""
+"""Which jobs the submitting thread advances itself."""
 
 from __future__ import annotations
 
@@ -9,34 +9,30 @@ import pytest
 from disagg.backends.local import LocalBackend
 from disagg.core.errors import LayoutError
 from disagg.transfer.jobs import Job, Settled
-from disagg.transfer.worker import MAX_INLINE_JOBS, SMALL_NUM_ROWS, TransferWorker
+from disagg.transfer.worker import MAX_CALLER_JOBS, TransferWorker
 
 
 def bind() -> Any:
     raise LayoutError("bound")
 
 
-def job(number: int, *, num_rows: int = 1) -> Job:
-    return Job(number, cast("Any", None), bind, lambda: False, None, None, num_rows=num_rows)
-
-
-@pytest.fixture
-def worker() -> TransferWorker:
-    """A worker whose thread has not started."""
-    return TransferWorker(
-        cast("Any", LocalBackend), name="x", slots=None, on_reports=lambda: None, on_death=lambda error: pytest.fail(str(error))
-    )
-
-
 @pytest.mark.parametrize(
-    ("num_jobs", "num_rows", "inline"),
-    [(1, 1, True), (MAX_INLINE_JOBS, SMALL_NUM_ROWS, True), (MAX_INLINE_JOBS + 1, 1, False), (1, SMALL_NUM_ROWS + 1, False)],
+    ("caller_steps", "num_jobs"), [(True, 1), (True, MAX_CALLER_JOBS), (True, MAX_CALLER_JOBS + 1), (False, 1)]
 )
-def test_few_small_jobs_run_in_the_thread_that_submits_them(
-    worker: TransferWorker, num_jobs: int, num_rows: int, *, inline: bool
+def test_a_thread_that_steps_begins_a_few_jobs_itself_and_leaves_many_to_the_worker(
+    num_jobs: int, *, caller_steps: bool
 ) -> None:
+    worker = TransferWorker(  # whose thread has not started
+        cast("Any", LocalBackend),
+        name="x",
+        slots=None,
+        caller_steps=caller_steps,
+        on_reports=lambda: None,
+        on_death=lambda error: pytest.fail(str(error)),
+    )
     for number in range(num_jobs):
-        worker.submit(job(number, num_rows=num_rows))
-    reports = worker.run_small()
-    assert [(type(report), cast("Settled", report).error) for report in reports] == [(Settled, "bound")] * num_jobs * inline
-    assert worker.depth == num_jobs * (not inline)
+        worker.submit(Job(number, cast("Any", None), bind, lambda: False))
+    begins = caller_steps and num_jobs <= MAX_CALLER_JOBS
+    reports = worker.take_reports()
+    assert [(type(report), cast("Settled", report).error) for report in reports] == [(Settled, "bound")] * num_jobs * begins
+    assert worker.depth == num_jobs * (not begins)
