@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -14,8 +14,9 @@ from disagg.commands.cases.workload import Case, items_of, rows_needed
 from disagg.commands.explain.counting import FIRST_ADDRESS
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import Rows
+from disagg.core.topology import Topology
 from disagg.layout.ownership import Share
-from disagg.layout.placement import Placement
+from disagg.layout.placement import Component, Placement
 from disagg.layout.tables import ComponentLayout, LayoutTable, layout_table
 from disagg.models import ModelSpec, load_model
 from disagg.models.pools import lay_out
@@ -49,14 +50,27 @@ def instance_of(case: Case, role: str, *, model: str, consecutive: bool) -> Inst
     pools = {state.name: rows_needed(state, side, case, prefix=prefix) for state in spec.states}
     dealt = items_of(spec, side, peer, case, name=role, pools=pools, prefix=prefix)
     shape = side.pool_shape(max(pools.values()), rows=pools)
-    group = [lay_out(spec, rank, shape).components(FIRST_ADDRESS) for rank in side.topology().group()]
+    group = tuple(side.topology().group())
+    alike: dict[Hashable, tuple[Component, ...]] = {}
+    components = []
+    for rank in group:  # those with the same layers and local sizes lie alike in memory
+        sizes = _sizes(spec, rank)
+        if sizes not in alike:
+            alike[sizes] = lay_out(spec, rank, shape).components(FIRST_ADDRESS)
+        components.append(alike[sizes])
     return Instance(
         side,
         spec,
-        layout_table(side.topology(), [component.layouts for component in group[0]]),
-        tuple({c.name: c.placement for c in components if c.placement is not None} for components in group),
+        layout_table(side.topology(), [component.layouts for component in components[0]]),
+        tuple({c.name: c.placement for c in found if c.placement is not None} for found in components),
         tuple(_consecutive(items[0]) if consecutive else items[0] for items in dealt[: len(group)]),
     )
+
+
+def _sizes(spec: ModelSpec, rank: Topology) -> Hashable:
+    """The pipeline stage of a rank, and the local sizes of every tensor."""
+    inner = (each for state in spec.states for role in state.roles for each in role.inner.values())
+    return rank.pp_rank, tuple(each.local_size(rank) for each in inner)
 
 
 def _consecutive(item: Item) -> Item:
