@@ -109,20 +109,32 @@ def elect(source: LayoutTable, destination: LayoutTable) -> Election:
     return Election(names, tuple(Flow(*key, tuple(layers)) for key, layers in flows.items()))
 
 
-def _holders(layouts: tuple[ComponentLayout | None, ...]) -> dict[str, list[tuple[int, TensorLayout]]]:
+class _Sources:
+    """The source ranks that hold any of one tensor: in order, and those `alike`, which own the same of its inner axes."""
+
+    def __init__(self) -> None:
+        self.ranks: list[tuple[int, TensorLayout]] = []
+        self.alike: dict[tuple[Axis, ...], list[tuple[int, TensorLayout]]] = defaultdict(list)
+
+    def add(self, rank: int, tensor: TensorLayout) -> None:
+        self.ranks.append((rank, tensor))
+        self.alike[tensor.inner_axes].append((rank, tensor))
+
+
+def _holders(layouts: tuple[ComponentLayout | None, ...]) -> dict[str, _Sources]:
     """The source ranks that hold any of a component, by role."""
-    found: dict[str, list[tuple[int, TensorLayout]]] = defaultdict(list)
+    found: dict[str, _Sources] = defaultdict(_Sources)
     for rank, layout in enumerate(layouts):
         for tensor in layout.tensors if layout else ():
             if tensor.layers:
-                found[tensor.role].append((rank, tensor))
+                found[tensor.role].add(rank, tensor)
     return found
 
 
 def _elect_component(
     reader: int,
     component: ComponentLayout,
-    holders: Mapping[str, list[tuple[int, TensorLayout]]],
+    holders: Mapping[str, _Sources],
     turns: _Turns,
     flows: _Flows,
     steps: _Steps,
@@ -131,13 +143,13 @@ def _elect_component(
     by_layer: dict[int, list[tuple[TensorLayout, Box, list[tuple[int, ...]]]]] = defaultdict(list)
     for tensor in component.tensors:
         where = f"component {component.name!r}, tensor {tensor.role!r}, destination rank {reader}"
-        sources = holders.get(tensor.role, [])
+        sources = holders.get(tensor.role) or _Sources()
         for box, holding in _cells(tensor, sources, steps, where):
             steps.take(len(tensor.layers) * (1 + len(holding)), where)
             for layer in tensor.layers:
                 ranks = [(rank, held) for rank, held in holding if layer in held.layer_set]
                 if not ranks:
-                    raise LayoutError(_uncovered(where, tensor, box, layer, sources))
+                    raise LayoutError(_uncovered(where, tensor, box, layer, sources.ranks))
                 by_layer[layer].append((tensor, box, _token_classes(ranks, f"{where}, layer {layer}")))
     for layer in sorted(by_layer):
         chosen: dict[tuple[int, ...], int] = {}
@@ -150,28 +162,31 @@ def _elect_component(
 
 
 def _cells(
-    tensor: TensorLayout, sources: Sequence[tuple[int, TensorLayout]], steps: _Steps, where: str
+    tensor: TensorLayout, sources: _Sources, steps: _Steps, where: str
 ) -> Iterator[tuple[Box, list[tuple[int, TensorLayout]]]]:
     """The destination's boxes, cut at every boundary of a source's ownership, each with the sources that hold it."""
     per_axis, num_parts = [], 1
     for axis in tensor.inner_axes:
         size = axis.size or 0
-        owned = [held.axis(axis.name).owned.within(size) for _, held in sources]
-        cuts = sorted({edge for parts in owned for part in parts.parts for edge in part})
+        owned = [(members[0][1].axis(axis.name).owned.within(size), len(members)) for members in sources.alike.values()]
+        cuts = sorted({edge for parts, _ in owned for part in parts.parts for edge in part})
         mine = axis.owned.within(size).parts
         steps.take(len(mine) * len(cuts), where)
         per_axis.append([piece for part in mine for piece in _cut(part, cuts)])
-        num_parts += sum(len(parts.parts) for parts in owned)
+        num_parts += sum(len(parts.parts) * count for parts, count in owned)
     steps.take(math.prod(map(len, per_axis)) * num_parts, where)
     for box in itertools.product(*per_axis):
-        yield (
-            box,
-            [
-                (rank, held)
-                for rank, held in sources
-                if all(_holds(held.axis(a.name), part) for a, part in zip(tensor.inner_axes, box, strict=True))
-            ],
-        )
+        holding = [
+            source
+            for members in sources.alike.values()
+            if all(_holds(members[0][1].axis(a.name), part) for a, part in zip(tensor.inner_axes, box, strict=True))
+            for source in members
+        ]
+        yield box, sorted(holding, key=_rank)
+
+
+def _rank(source: tuple[int, TensorLayout]) -> int:
+    return source[0]
 
 
 def _cut(part: Interval, cuts: Sequence[int]) -> Iterator[Interval]:

@@ -311,6 +311,20 @@ def test_the_table_shows_ranks_amounts_and_reasons() -> None:
     assert "disagg explain --model llama-3-70b" in explained("--help").stdout
 
 
+def test_of_many_pairs_those_with_the_same_figures_share_a_line(tmp_path: Path) -> None:
+    sides = ("--prefill", "tp=8,pp=8", "--decode", "tp=64")
+    file = tmp_path / "pairs.json"
+    model = ("--layers", "16", "--kv-heads", "64", "--head-dim", "64", "--tokens", "100", "--backend", "local")
+    ended = explained(*model, *sides, "--json", str(file))
+    assert ended.returncode == 0, ended.stderr
+    shown = ended.stdout
+    pairs = json.loads(file.read_text())["pairs"]
+    assert len(pairs) == 8 * 64, "each decode rank is written by one rank of each stage"
+    figures = {json.dumps(pair["components"]) for pair in pairs}
+    assert f"{len(pairs) - len(figures)} more pairs of ranks have the figures of one of these" in shown
+    assert len(re.findall(r"^ \d+ +\d+ +kv ", shown, re.MULTILINE)) == len(figures) < len(pairs)
+
+
 def test_what_each_nic_carries_is_shown_and_in_the_json(tmp_path: Path) -> None:
     """A token has 512 bytes in each of 8 tensors: 128 of them on each of 4 prefill ranks, in a piece of their own."""
     same = (*TINY, "--backend", "mooncake", "--transport", "rdma", "--pack-below", "0")

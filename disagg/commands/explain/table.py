@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -16,18 +16,32 @@ from disagg.commands.shell.text import size
 
 PATHS = {"direct": "direct", "packed": "packed (buffers)"}
 """The columns of descriptors, by path."""
+MAX_PAIRS = 256
+"""Of more pairs than these, those with the same figures share a line."""
 
 
 def show(found: Summary, console: Console) -> None:
     """Print a summary: pairs, reasons, peers of each rank, hot spots, totals."""
     sides = f"prefill {found.prefill} -> decode {found.decode}"
     print(f"{found.model}, {found.tokens} tokens: {sides}, {found.backend} over {found.transport}", file=console.file)
-    text.show(pairs_table(found), console)
+    shown = distinct(found.pairs)
+    text.show(pairs_table(found, shown), console)
+    if left_out := len(found.pairs) - len(shown):
+        print(f"{left_out} more pairs of ranks have the figures of one of these; --json lists them all", file=console.file)
     for line in itertools.chain(reasons(found.pairs), fans(found), ends(found)):
         print(line, file=console.file)
 
 
-def pairs_table(found: Summary) -> Table:
+def distinct(pairs: Sequence[Pair]) -> Sequence[Pair]:
+    """The pairs to show: all, or of more than `MAX_PAIRS` the first with the same figures."""
+    if len(pairs) <= MAX_PAIRS:
+        return pairs
+    return list({tuple((*_cells(part), *_key(part)) for part in pair.components): pair for pair in reversed(pairs)}.values())[
+        ::-1
+    ]
+
+
+def pairs_table(found: Summary, shown: Sequence[Pair]) -> Table:
     """A line per pair of ranks and component; the number refers to the reasons below the table."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("prefill", "decode", "component"):
@@ -36,7 +50,7 @@ def pairs_table(found: Summary) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("way", no_wrap=True)
     numbers = numbered(found.pairs)
-    for pair in found.pairs:
+    for pair in shown:
         ranks = (str(pair.source), str(pair.destination))
         for part in pair.components:
             table.add_row(*ranks, *_cells(part), f"{part.way} [dim]({numbers[_key(part)]})[/dim]")
@@ -72,9 +86,11 @@ def fans(found: Summary) -> Iterator[str]:
         ("decode", ("is written by", "are written by"), found.fan_in, "prefill"),
     ):
         alike: dict[tuple[int, str], list[int]] = defaultdict(list)
+        nbytes: Counter[int] = Counter()
+        for pair in found.pairs:
+            nbytes[pair.source if role == "prefill" else pair.destination] += pair.bytes
         for rank, theirs in partners.items():
-            nbytes = sum(p.bytes for p in found.pairs if rank == (p.source if role == "prefill" else p.destination))
-            alike[len(theirs), size(nbytes)].append(rank)
+            alike[len(theirs), size(nbytes[rank])].append(rank)
         for (count, moved), ranks in alike.items():
             many = len(ranks) > 1
             each = " each" if many else ""
