@@ -175,6 +175,21 @@ class Agreement:
             return []
         return [group * self.group_size + rank for rank in self._idle]
 
+    def partners(self, local: LocalRank) -> frozenset[int]:
+        """The ranks of the peer instance that this rank connects to: those that it exchanges bytes with, those that tell it of
+        requests or that it tells, and the leader. A leader connects to every rank. Both sides compute the same pairs.
+        """
+        if local.topology.rank == 0:
+            return frozenset(range(self.num_ranks))
+        me = local.topology.group_rank
+        readers = self.outgoing.readers(me)
+        found = {*readers, *self.incoming.writers(me)}
+        if me == 0:
+            found.update(self._idle)
+        if not readers:
+            found.add(0)
+        return frozenset({0, *(group * self.group_size + rank for group in range(self.num_groups) for rank in found)})
+
     @cached_property
     def _idle(self) -> list[int]:
         return [rank for rank in range(self.group_size) if not self.incoming.readers(rank)]

@@ -230,9 +230,9 @@ class PeerConnection:
 
 @dataclass
 class PeerInstance:
-    """A peer. One that is not configured for good is forgotten at `forget_at`. `members`: the ranks that its leader names, by
-    address; others are not taken before `members_at`. `admitted`: nobody but itself has named it. Any thread may read the
-    properties.
+    """A peer. One that is not configured for good is forgotten at `forget_at`. `wanted` are its ranks that this one connects to,
+    once they are known. `members`: those of them that its leader names, by address; others are not taken before `members_at`.
+    `admitted`: nobody but itself has named it. Any thread may read the properties.
     """
 
     name: str
@@ -240,18 +240,15 @@ class PeerInstance:
     public_key: str | None
     forget_at: float = NEVER
     links: dict[str, PeerConnection] = field(default_factory=dict)
-    num_ranks: int | None = None
+    wanted: frozenset[int] | None = None
     members: dict[str, int] = field(default_factory=dict)
     members_at: float = 0.0
     admitted: bool = False
 
     @property
     def ready(self) -> bool:
-        """Whether every rank of it has answered."""
-        if self.num_ranks is None:
-            return False
-        answered = {link.rank for link in tuple(self.links.values()) if link.is_ready}
-        return len(answered) == self.num_ranks
+        """Whether every rank that this one connects to has answered."""
+        return self.wanted is not None and self.wanted <= {link.rank for link in tuple(self.links.values()) if link.is_ready}
 
     @property
     def is_connected(self) -> bool:

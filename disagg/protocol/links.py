@@ -158,8 +158,9 @@ class Links:
     # -- the ranks that leaders name ---------------------------------------------------------------------------------
 
     def take_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
-        """Take the ranks that a leader names in its welcome. It names them in each."""
-        named = {member.address: member.rank for member in members if member.rank != LEADER}
+        """Take the ranks that a leader names in its welcome, of those that this one connects to. It names them in each."""
+        wanted = instance.wanted or frozenset()
+        named = {member.address: member.rank for member in members if member.rank in wanted - {LEADER}}
         if named == instance.members or now < instance.members_at:
             return
         num_changed = len(named.items() ^ instance.members.items())

@@ -1,9 +1,9 @@
 """The peer table: configured instances, their ranks, handshakes and liveness. No I/O and no clock.
 
-Every rank connects to every rank of a peer instance and sends `hello`. The answer is `welcome`, `busy` or `reject` on the same
-connection, which then carries all other messages to that rank. Messages from a peer count only after its hello was accepted. A
-leader's welcome names the other ranks of its instance. A restarted rank has a new epoch; connections of the old epoch stay
-closed.
+A rank connects to the leader of a peer instance and to the ranks that it exchanges bytes with; a leader connects to all. It
+sends `hello`. The answer is `welcome`, `busy` or `reject` on the same connection, which then carries all other messages to that
+rank. Messages from a peer count only after its hello was accepted. A leader's welcome names the other ranks of its instance. A
+restarted rank has a new epoch; connections of the old epoch stay closed.
 
 A peer lives as long as the connection that it opened to this rank: libzmq pings it, whatever the peer's interpreter does. Once
 that connection has ended, this rank asks the peer for another, and waits `CLOSED_GRACE_S` for it. The sessions send again what
@@ -62,8 +62,10 @@ asked again.
 """
 Admit = Callable[[str, str, str], bool]
 """Whether an instance of that name, leader's address and public key (empty: without keys) may connect."""
-WelcomeValidator = Callable[[Welcome], int]
-"""Validates a welcome and returns the peer's number of ranks. Raises as a `HelloAcceptor` does."""
+WelcomeValidator = Callable[[Welcome], tuple[int, frozenset[int]]]
+"""Validates a welcome and returns the peer's number of ranks, and those that this rank connects to, its leader among them.
+Raises as a `HelloAcceptor` does.
+"""
 
 
 class PeerTable:
@@ -424,7 +426,7 @@ class PeerTable:
             found = PeerRank(welcome.instance, welcome.rank)
             if found != link.peer:
                 raise RemoteProtocolError(f"{link.address} answers as {found}, expected {link.peer}")
-            num_ranks = self.identity.num_ranks if siblings else self._validate_welcome(welcome)
+            num_ranks, wanted = (self.identity.num_ranks, frozenset()) if siblings else self._validate_welcome(welcome)
             _check_members(welcome, num_ranks)
         except Undecided as error:
             link.wait(str(error), now + error.retry_s)
@@ -446,7 +448,7 @@ class PeerTable:
         if siblings:
             return
         instance = self.instances[link.instance]
-        instance.num_ranks = num_ranks
+        instance.wanted = wanted
         if is_first:
             self._inbound.forget_other(link.peer, link.epoch)
             if self._inbound.of(link.peer) is None:

@@ -137,9 +137,11 @@ class Directory:
         return list(self._peers.instances)
 
     def is_ready(self, name: str) -> bool:
-        """Whether every rank of an instance is connected."""
+        """Whether every rank of an instance that this one connects to is connected."""
         instance = None if name in self._changing else self._peers.instances.get(name)
-        return instance is not None and instance.ready and self._handshake.num_connected(name) == instance.num_ranks
+        if instance is None or instance.wanted is None or not instance.ready:
+            return False
+        return self._handshake.num_connected(name) >= len(instance.wanted)
 
     def refusal(self, name: str) -> str:
         """Why an instance cannot become ready before one side is started anew; empty if it can."""

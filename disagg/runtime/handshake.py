@@ -200,8 +200,10 @@ class Handshake:
         """Whether a rank at an epoch may have written rows."""
         return self._direct.get(peer, {}).get(epoch, True)
 
-    def validate_welcome(self, welcome: Welcome) -> int:
-        """Validate a peer's welcome and return its number of ranks. Raises `DisaggError` as `accept_hello` does."""
+    def validate_welcome(self, welcome: Welcome) -> tuple[int, frozenset[int]]:
+        """Validate a peer's welcome and return its number of ranks, and those that this rank connects to. Raises `DisaggError`
+        as `accept_hello` does.
+        """
         who = PeerRank(welcome.instance, welcome.rank)
         self._check_model(welcome)
         if welcome.version != PROTOCOL_VERSION:
@@ -214,7 +216,7 @@ class Handshake:
             raise RemoteProtocolError(f"backend: {welcome.backend!r} at {who}, {self._backend.name!r} at {self.me}{several}")
         agreement = self._agree(welcome)
         agreement.check_digests(welcome.plans)
-        return agreement.num_ranks
+        return agreement.num_ranks, agreement.partners(self._local)
 
     def _check_descriptors(self, hello: Hello) -> None:
         """Raise `Undecided` where an engine might not be able to accept the peer: some do not recover from that."""

@@ -85,10 +85,10 @@ class Reader:
         assert isinstance(welcome, Welcome)
         return msgspec.structs.replace(welcome, members=members())
 
-    def _validate_welcome(self, welcome: Welcome) -> int:
+    def _validate_welcome(self, welcome: Welcome) -> tuple[int, frozenset[int]]:
         agreement = Agreement.between(self.local, welcome.table)
         agreement.check_digests(welcome.plans)
-        return agreement.num_ranks
+        return agreement.num_ranks, agreement.partners(self.local)
 
     def message(self, data: bytes) -> None:
         """Decode a message and the rows in it. A decoded message must be the same after encoding and decoding."""

@@ -80,7 +80,9 @@ class ConnectionWorld:
         def accept(hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
             return welcome(name, 0, epoch, members(), generation=hello.generation)
 
-        table = PeerTable(identity, leader=None, accept_hello=accept, validate_welcome=lambda _: 1, limits=LIMITS)
+        table = PeerTable(
+            identity, leader=None, accept_hello=accept, validate_welcome=lambda _: (1, frozenset({0})), limits=LIMITS
+        )
         process = self.live[name] = Process(name, table)
         other = _other(name)
         table.add_peer(other, ADDRESSES[other], None, self.now)

@@ -78,6 +78,48 @@ def test_the_ranks_that_write_to_a_rank_and_those_that_write_to_nobody() -> None
     assert known.idle_writers(second, 1) == []
 
 
+def ranks_of(tp: int, dp: int, num_kv_heads: int) -> list[LocalRank]:
+    """Every rank of an instance; ranks share heads where there are fewer than ranks."""
+    shape = (3, 4, max(1, num_kv_heads // tp), 2)
+    tensors = {layer: (np.zeros(shape, np.float16), np.zeros(shape, np.float16)) for layer in (0, 1)}
+    return [
+        LocalRank.of(topology, [paged.gqa(tensors, axes=NHD, num_kv_heads=num_kv_heads, topology=topology)])
+        for topology in (
+            Topology(tp=tp, tp_rank=tp_rank, dp=dp, dp_rank=dp_rank) for dp_rank in range(dp) for tp_rank in range(tp)
+        )
+    ]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+@pytest.mark.parametrize(("ours", "theirs"), [((2, 1), (4, 1)), ((4, 2), (2, 2)), ((4, 1), (1, 3)), ((4, 2), (4, 1))])
+def test_ranks_connect_to_whom_they_exchange_bytes_or_messages_with(
+    ours: tuple[int, int], theirs: tuple[int, int], num_kv_heads: int
+) -> None:
+    here, there = ranks_of(*ours, num_kv_heads), ranks_of(*theirs, num_kv_heads)
+    assert [rank.topology.rank for rank in here] == list(range(len(here)))
+    near, far = (Agreement.between(own, other.table.encode()) for own, other in ((here[0], there[0]), (there[0], here[0])))
+    connects = {(us, them) for us, rank in enumerate(here) for them in near.partners(rank)}
+    assert connects == {(us, them) for them, rank in enumerate(there) for us in far.partners(rank)}
+    needs = {(0, them) for them in range(len(there))} | {(us, 0) for us in range(len(here))}
+    for (known, some), others, add in (
+        ((near, here), len(there), lambda us, them: (us, them)),
+        ((far, there), len(here), lambda them, us: (us, them)),
+    ):
+        for number, rank in enumerate(some):
+            size = known.group_size
+            for group in range(others // size):
+                told = {*known.writers(rank, group), *known.idle_writers(rank, group)}
+                told.update(group * size + reader for reader in known.readers(rank))
+                needs.update(add(number, other) for other in told)
+    assert connects == needs
+
+
+def test_equal_sides_connect_each_rank_to_one_rank_and_the_leader() -> None:
+    ranks = ranks_of(8, 1, 8)
+    known = Agreement.between(ranks[0], ranks[0].table.encode())
+    assert [sorted(known.partners(rank)) for rank in ranks] == [list(range(8)), *([0, number] for number in range(1, 8))]
+
+
 def test_checksum_plans_of_the_writer_and_the_reader() -> None:
     ours, theirs = rank_of(2, 1), rank_of(1, 0)
     written = Agreement.between(ours, theirs.table.encode()).checksum_plans(ours, 0, theirs.placements)["kv"]

@@ -56,12 +56,12 @@ def peer_table(
             raise LayoutError("axis 'kv_head': 4 here, 8 at the peer")
         return welcome("prefill-0", rank, EPOCH, members(), generation=message.generation)
 
-    def validate_welcome(message: Welcome) -> int:
+    def validate_welcome(message: Welcome) -> tuple[int, frozenset[int]]:
         if message.table == b"bad":
             raise LayoutError("no")
         if message.version != PROTOCOL_VERSION:
             raise RemoteProtocolError("protocol version")
-        return peer_ranks
+        return peer_ranks, frozenset(range(peer_ranks))
 
     me = Identity(
         instance="prefill-0",

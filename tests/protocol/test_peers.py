@@ -316,7 +316,14 @@ def instance_of_two(name: str) -> list[PeerTable]:
 
         leader = None if rank == 0 else addresses[0]
         tables.append(
-            PeerTable(me, leader=leader, own_key=None, accept_hello=accept_hello, validate_welcome=lambda _: 2, limits=LIMITS)
+            PeerTable(
+                me,
+                leader=leader,
+                own_key=None,
+                accept_hello=accept_hello,
+                validate_welcome=lambda _: (2, frozenset({0, 1})),
+                limits=LIMITS,
+            )
         )
     return tables
 
