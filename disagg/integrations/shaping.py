@@ -102,10 +102,9 @@ _SERVING = "how requests and answers travel and are scheduled"
 VLLM: Mapping[str, tuple[Row, ...]] = {
     "VllmConfig": (
         _row(_NONE, "their fields have rows below", """
-            model_config cache_config lora_config attention_config speculative_config"""),
+            model_config cache_config lora_config attention_config speculative_config parallel_config"""),
         _row(_REFUSED, "the connector, by name", "diffusion_config"),
         _row(_COMPARED, "its value, if it is set", "additional_config"),
-        _row(_NONE, _PARALLEL, "parallel_config"),
         _row(_NONE, _KERNELS, """
             device_config mamba_config kernel_config quant_config compilation_config optimization_level performance_mode"""),
         _row(_NONE, _WEIGHTS, "load_config offload_config weight_transfer_config engram_config"),
@@ -172,6 +171,30 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             mla_prefill_backend use_prefill_query_quantization use_non_causal sparse_mla_force_mqa
             sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
             flex_attn_kv_block_size"""),
+    ),
+    "ParallelConfig": (
+        _row(_COMPARED, "the tokens of each rank, in the layouts", """
+            decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
+            _allow_auto_resolve_cp_interleave_size"""),
+        _row(_REFUSED, "the connector, by name", "prefill_context_parallel_size"),
+        _row(_NONE, _PARALLEL, "pipeline_parallel_size tensor_parallel_size world_size rank"),
+        _row(_NONE, "each replica is an instance of its own", """
+            data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index
+            data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port data_parallel_backend
+            data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval disable_nccl_for_dp_synchronization"""),
+        _row(_NONE, "experts have no states", """
+            is_moe_model enable_expert_parallel enable_ep_weight_filter enable_eplb eplb_config expert_placement_strategy
+            all2all_backend enable_elastic_ep elastic_ep_max_dp_size"""),
+        _row(_NONE, _KERNELS, """
+            enable_hc_sp disable_custom_all_reduce enable_shm_tensor_arena enable_dbo ubatch_size dbo_decode_token_threshold
+            dbo_prefill_token_threshold dcp_comm_backend dcp_q_replicate"""),
+        _row(_NONE, _SAMPLING, "enable_batch_sharded_sampling"),
+        _row(_NONE, _WEIGHTS, "max_parallel_loading_workers"),
+        _row(_NONE, "how processes are started and find each other; the memory that they allocate is compared", """
+            distributed_executor_backend worker_cls worker_extension_cls ray_workers_use_nsight ray_runtime_env placement_group
+            master_addr master_port node_rank nnodes numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
+            distributed_timeout_seconds cpu_distributed_timeout_seconds _data_parallel_master_port_list _coord_store_port
+            _api_process_count _api_process_rank enable_fault_tolerance fault_tolerance_config"""),
     ),
     "SpeculativeConfig": (
         _row(_COMPARED, "the names of the draft's components: servers with different drafts move none of its states", """

@@ -54,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
 def run_case(
     engine: str, name: str, *, seed: int, num_answers: int, only: Collection[int] | None = None, keep_going: bool = False
 ) -> int:
-    """Hold conversations with the servers of one case, and print a report. Returns how many conversations went wrong."""
+    """Hold conversations with the servers of one case, and print a report. Returns how many conversations went wrong, and 1
+    more if the servers have not reached what the case is for.
+    """
     module, report, num_wrong, seeds = importlib.import_module(f"harness.turns.{engine}"), Report(), 0, itertools.count(seed)
     begun_s = time.monotonic()
     with ExitStack() as stack:
@@ -76,7 +78,11 @@ def run_case(
                 say(f"repeat: python -m harness.turns --engine {engine} --model {name} --seed {now} --only {numbers}")
             if only is not None:
                 break
-        counts = ", ".join(f"{key} {value:g}" for key, value in servers.counts().items())
+        found = servers.counts()
+        counts = ", ".join(f"{key} {value:g}" for key, value in found.items())
+        if only is None and (missed := [name for name in servers.case.reached if not found[name]]):
+            num_wrong += 1
+            say(f"WRONG: {engine} {name}: the servers never reached what this case is for: {', '.join(missed)}")
         took = f"{ready_s - begun_s:.0f} s until the servers were ready, {time.monotonic() - ready_s:.0f} s"
         say(f"{engine} {name}: seeds {seed} to {next(seeds) - 1}, {num_wrong} conversations went wrong")
         say("".join(f"  {line}\n" for line in (report, counts, took) if line).rstrip())

@@ -75,7 +75,8 @@ class Habits:
     """What the clients do, as weights of each way, and what a server can take.
 
     `mistakes` is the probability that a hand-over is of another prompt, `adapters` the choice of adapters, `unit` a number of
-    tokens near whose multiples lengths are more frequent than elsewhere, and `longest` the most tokens of a prompt.
+    tokens near whose multiples lengths are more frequent than elsewhere, `longest` the most tokens of a prompt, and
+    `long_answers` the probability that an answer is long.
     """
 
     ways: Mapping[Way, int]
@@ -84,6 +85,7 @@ class Habits:
     embedded: float = 0.0
     unit: int = 32
     longest: int = 600
+    long_answers: float = 0.1
     most_at_once: int = 4
     num_rounds: int = 16
 
@@ -131,7 +133,7 @@ class Conversation:
         if way in (Way.HANDED_OVER, Way.BOTH_AT_ONCE) and choose.random() < habits.mistakes and len(prompt.tokens) > 2:
             prefilled = self._mistaken(prompt)
         self._num_turns += 1
-        wanted = choose.randint(2, 12) if choose.random() < 0.9 else choose.randint(40, 80)
+        wanted = choose.randint(2, 12) if choose.random() < 1 - habits.long_answers else choose.randint(40, 80)
         return Turn(number=self._num_turns, way=way, prompt=prompt, prefilled=prefilled, max_tokens=wanted, made=made)
 
     def _prompt(self) -> tuple[str, tuple[int, ...], str | None]:

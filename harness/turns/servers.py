@@ -14,12 +14,14 @@ from harness.turns.conversation import Habits, Turn
 class Case:
     """A model on servers of an engine: what clients do, and how much log-probabilities may differ (see `compare`).
 
-    `is_refused`: the two servers must not use each other's state, so decode computes every prompt.
+    `is_refused`: the two servers must not use each other's state, so decode computes every prompt. `reached` names counts that
+    must not be 0 after a run, because the case exists for them.
     """
 
     habits: Habits
     tolerance: float
     is_refused: bool = False
+    reached: tuple[str, ...] = ()
 
 
 class Servers(Protocol):

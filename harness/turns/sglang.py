@@ -33,6 +33,7 @@ WAYS = {
 }
 FIRST_ROOM = 2**60
 NO_ANSWER = "no answer in time"
+RETRACTED = "retracted on decode"
 TIMEOUT_S = 90.0
 """A request without a prefill server takes SGLang about 30 s."""
 
@@ -64,6 +65,14 @@ CASES = {
         prefill=("--page-size", "64", "--chunked-prefill-size", "256", *SMALL),
         decode=("--tp", "2", "--page-size", "16", RADIX_CACHE, *SMALL),
     ),
+    "llama-retracted": SglangCase(
+        model="llama",
+        habits=Habits(ways=WAYS, unit=16, longest=160, long_answers=0.6, most_at_once=6),
+        tolerance=TOLERANCE,
+        reached=(RETRACTED,),
+        prefill=("--page-size", "64", "--chunked-prefill-size", "256", *SMALL),
+        decode=("--page-size", "16", "--max-total-tokens", "384", "--num-reserved-decode-tokens", "1"),
+    ),
     "gemma3": SglangCase(
         model="gemma3",
         habits=Habits(ways=WAYS, unit=16),
@@ -82,7 +91,7 @@ class SglangServers:
         model = write_model(case.model, folder / case.model)
         self._pool = stack.enter_context(ThreadPoolExecutor(32))  # first, so that servers end before it waits for requests
         self._prefill = stack.enter_context(Server.sglang(model, *case.prefill, mode="prefill"))
-        self._decode = stack.enter_context(Server.sglang(model, *case.decode, mode="decode"))
+        self._decode = stack.enter_context(Server.sglang(model, *case.decode, "--enable-metrics", mode="decode"))
         self._alone = stack.enter_context(Server.sglang(model))
         self._servers = {"prefill": self._prefill, "decode": self._decode, "the undivided server": self._alone}
         for server in self._servers.values():
@@ -152,7 +161,10 @@ class SglangServers:
         return "; ".join(problems)
 
     def counts(self) -> Mapping[str, float]:
-        return {}
+        try:
+            return {RETRACTED: self._decode.metric("sglang:num_retracted_requests_total")}
+        except KeyError:  # SGLang shows the counter with its first count
+            return {RETRACTED: 0.0}
 
 
 def _aborted(server: Server, request: str, answer: Future[Answer | str]) -> Answer | str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 
+from harness.turns import command
 from harness.turns.answers import Answer, compare
 from harness.turns.conversation import Conversation, Habits, Prompt, Turn, Way
 from harness.turns.run import Report, converse, shrink
@@ -120,3 +125,23 @@ def test_a_failure_is_reduced_to_the_turns_that_it_takes() -> None:
     assert [turn.number for turn in smallest.asked] == [4, 9]
     assert converse(servers, seed, report, only=[4]) is None
     assert report.num_answers > 9
+
+
+@pytest.mark.parametrize("num_retracted", [0, 3])
+def test_a_run_that_never_reached_what_its_case_is_for_has_failed(
+    num_retracted: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Right(Poisoned):
+        case = Case(HABITS, 1e-5, reached=("retracted",))
+
+        def problem(self, *_: object) -> str:
+            return ""
+
+        def counts(self) -> Mapping[str, float]:
+            return {"retracted": num_retracted}
+
+    engine = SimpleNamespace(CASES={"any": Right.case}, start=lambda *_: Right())
+    monkeypatch.setitem(sys.modules, "harness.turns.right", cast("ModuleType", engine))
+    monkeypatch.setattr(command, "OUT", tmp_path)
+    assert command.run_case("right", "any", seed=1, num_answers=20) == int(num_retracted == 0)
+    assert ("never reached what this case is for: retracted" in capsys.readouterr().out) is (num_retracted == 0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import pytest
 
 from disagg.protocol.loans import Borrower, Lender
-from disagg.protocol.messages import Borrow, Filled, Lend, Lending, Part, SlotsFilled
+from disagg.protocol.messages import Borrow, Filled, Lend, Lending, Part, SlotsFilled, decode, encode
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMessage, TakeLoans, UnpackSlot
 
@@ -198,6 +200,33 @@ def test_returned_loans_are_free_again() -> None:
     wants(lender, PEER, 0, seen=numbers[-1], returned=numbers)
     assert pool.num_free == 4
     assert unpack_of(lender, filled(numbers[0])) is None
+
+
+def test_loans_go_on_after_more_than_32_bits_can_number() -> None:
+    """From the highest number that a process may start with. Every message is read as the other side gets it."""
+    pool = Pool(total=4, window=2)
+    lender = Lender(effects=deque[Effect](), slots=pool, draw=lambda bits: (1 << bits) - 1)
+    lender._numbers = itertools.count(next(lender._numbers) + (1 << 32) - 3)
+    first = lender.open(PEER, 7, 0)
+    assert first is not None
+    seen = first.first
+    for _ in range(6):
+        lender.on_borrow(PEER, cast("Borrow", decode(encode(Borrow(wanted=1, seen=seen)))))
+        ((_, message),) = told(lender)
+        lend = decode(encode(cast("Lend", message)))
+        assert isinstance(lend, Lend)
+        ((number, address),) = lend.loans
+        assert seen < number == lend.newest
+        report = decode(encode(SlotsFilled(request_id=KEY.request_id, attempt=0, nonce=5, slots=(filled(number),))))
+        assert isinstance(report, SlotsFilled)
+        unpack = unpack_of(lender, report.slots[0])
+        assert unpack is not None
+        assert unpack.address == address
+        lender.unpacked(unpack)
+        assert told(lender) == [(PEER, Lend(loans=(), newest=number))]
+        seen = number
+    assert seen > 1 << 62
+    assert pool.num_free == 4
 
 
 def test_a_slot_is_unpacked_once_and_told_at_every_report() -> None:
