@@ -1,0 +1,206 @@
+"""Requests that a server keeps after its answer, and another one goes on with: every answer is that of one engine alone."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness.vllm.engine import PREFILL, Answer, Engine
+from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty
+
+KEEP = {"keep": True}
+NUM_TURNS = 8
+BEGINNING = 64
+"""Tokens between two digests: a history that was edited is taken up to the last one before the edit."""
+
+Start = Callable[..., Engine]
+
+
+def kept(answer: Answer) -> dict[str, Any]:
+    """The hand-over of a request that was kept."""
+    assert answer.params is not None
+    return dict(answer.params["kept"])
+
+
+def turn(
+    prefill: Engine, decode: Engine, prompt: list[int], given: dict[str, Any] | None, **wanted: Any
+) -> tuple[Answer, Answer]:
+    """Prefill's and decode's answers to a prompt. Prefill is given what was kept of the turn before."""
+    params = {**PREFILL, **({"kept": given} if given else {})}
+    (first,) = prefill.generate([prompt], params=params)
+    assert first.params is not None
+    (answer,) = decode.generate([prompt], params={**first.params, **KEEP}, **wanted)
+    return first, answer
+
+
+CASES = {
+    "dense": ("llama", {"block_size": 32}, {"block_size": 64, "tensor_parallel_size": 2}),
+    "dense, steps one after the other": ("llama", {"block_size": 64, "tensor_parallel_size": 2}, {"async_scheduling": False}),
+    "windows": ("gemma3", {"block_size": 64, "tensor_parallel_size": 2}, {"block_size": 32}),
+    "windows only": ("mistral", {"block_size": 32}, {"block_size": 64}),
+    "latent": ("deepseek-v2", {"block_size": 16}, {"block_size": 32}),
+    "recurrent": ("falcon-h1", {"block_size": 64}, {"block_size": 128, "tensor_parallel_size": 2}),
+    "recurrent, steps one after the other": ("falcon-h1", {"block_size": 128}, {"block_size": 64, "async_scheduling": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_conversation(case: str, start: Start) -> None:
+    """Eight turns. Decode's answers end by their length or by a stop token in turn, and prefill takes them with the next."""
+    model, *options = CASES[case]
+    prefill, decode = (start(model, **each) for each in options)
+    prefill.wait_ready()
+    decode.wait_ready()
+    history, given, num_state = [], None, 0
+    for number, text in enumerate(prompts((70, 40, 9, 100, 1, 64, 200, 33), seed=7)):
+        prompt = history + text
+        (alone,) = decode.generate([prompt], max_tokens=20)
+        stop = alone.tokens[11:12] if number % 2 else []
+        (expected,) = decode.generate([prompt], max_tokens=20, stop=stop)
+        assert (expected.finish_reason == "stop") is bool(stop)
+        first, answer = turn(prefill, decode, prompt, given, max_tokens=20, stop=stop)
+        check_equal([expected], [answer])
+        assert num_external([first, answer]) == [num_state, len(prompt) - 1], f"turn {number + 1}"
+        history, given = prompt + answer.tokens, kept(answer)
+        num_state = given["remote_num_tokens"]
+        computes_last = case == "recurrent" and bool(stop)  # in the step that was under way when the answer ended
+        assert num_state == len(history) - (0 if computes_last else 1)
+    (other,) = prompts((30,), seed=8)
+    decode.generate([other], params={"abort_request_id": given["remote_request_id"]}, max_tokens=3)
+    wait_empty(prefill, decode)
+    assert decode.counts["failed_sends"] == prefill.counts["failed_loads"] == 0
+
+
+def edited(tokens: list[int], at: int) -> list[int]:
+    return [*tokens[:at], (tokens[at] + 1) % 250, *tokens[at + 1 :]]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_edited_histories_and_caches(model: str, start: Start) -> None:
+    """Prefill takes the longest common beginning, less what its own cache has, and of windows all or nothing. What both caches
+    have afterwards is true.
+    """
+    options = {"enable_prefix_caching": True}
+    prefill, decode = start(model, block_size=32, **options), start(model, block_size=64, **options)
+    prefill.wait_ready()
+    decode.wait_ready()
+    text, tail = prompts((300, 50), seed=9)
+    (before,) = decode.generate([text], params=KEEP, max_tokens=40)
+    history = text + before.tokens  # 340 tokens, 339 of them with state
+    given = kept(before)
+    whole = [*history, *tail]
+    stripped = [*text[:200], *text[250:], *before.tokens, *tail]
+    for number, (prompt, expected) in enumerate([
+        (whole, 339),
+        (history, 339),
+        (history[:-1], 320),  # the last token is computed
+        (edited(whole, 338), 320),
+        (edited(whole, 320), 320),
+        (edited(whole, 319), 256),
+        (stripped, 192),
+        (edited(whole, 10), 0),
+    ]):  # fmt: skip
+        salted = {"cache_salt": f"{number}"}
+        (before,) = decode.generate([text], params=KEEP, max_tokens=40, **salted)
+        given = kept(before)
+        common = expected if model == "llama" or prompt is whole else 0
+        (first,) = prefill.generate([prompt], params={**PREFILL, "kept": given}, **salted)
+        assert first.num_external == common, f"case {number}"
+        (answer,) = decode.generate([prompt], params=first.params, max_tokens=6, **salted)
+        alone = {"cache_salt": f"alone {number}"}
+        check_equal(decode.generate([prompt], max_tokens=6, **alone), [answer])
+        for engine in (prefill, decode):  # what their caches have now
+            (again,) = engine.generate([prompt], max_tokens=6, **salted)
+            check_equal([answer], [again])
+            assert again.num_local > 0
+    (before,) = decode.generate([text], params=KEEP, max_tokens=40)
+    prefill.generate([text], max_tokens=1)
+    (first,) = prefill.generate([whole], params={**PREFILL, "kept": kept(before)})
+    assert first.num_local + first.num_external == 339
+    assert first.num_local >= 256
+    decode.generate([whole], params=first.params, max_tokens=1)
+    decode.settle()
+    prefill.settle()
+    decode.generate([tail], max_tokens=3)
+    wait_empty(prefill, decode)
+
+
+def test_takers_expiry_and_bounds(start: Start) -> None:
+    """Decode servers take from each other. Of two takers one gets it. Blocks are free of a request that has expired, whose taker
+    dies, or whose blocks others need.
+    """
+    first = start(block_size=32, blocks=64, extra={"keep_s": 4.0, "kept_share": 0.5})
+    second, third = start(block_size=64), start(block_size=32, tensor_parallel_size=2)
+    for engine in (first, second, third):
+        engine.wait_ready()
+    text, tail, other = prompts((300, 20, 9), seed=11)
+    (before,) = first.generate([text], params=KEEP, max_tokens=10)
+    whole = [*text, *before.tokens, *tail]
+    (alone,) = second.generate([whole])
+    asked = {"kept": kept(before)}
+    answers = [*second.generate([whole], params=asked), *third.generate([whole], params=asked)]
+    check_equal([alone, alone], answers)
+    assert num_external(answers) == [309, 0]  # vLLM counts loads that have not failed
+    assert third.counts["failed_loads"] == 2
+
+    used = first.num_free_blocks()
+    (before,) = first.generate([text], params={"keep": "0123456789abcdef" * 2}, max_tokens=10)
+    assert before.params is None
+    assert first.num_free_blocks() < used
+    (told,) = first.generate([other[:1]], params={"kept_request_id": "0123456789abcdef" * 2}, max_tokens=1)
+    (of_itself,) = first.generate([whole], params=told.params)  # its own cache has it, if it has one
+    check_equal([alone], [of_itself])
+    (told,) = first.generate([other[:1]], params={"kept_request_id": "0123456789abcdef" * 2}, max_tokens=1)
+    assert told.params is None
+
+    (expired,) = first.generate([text], params=KEEP, max_tokens=10)
+    assert first.num_free_blocks() < 63
+    time.sleep(4.5)
+    first.generate([other], max_tokens=3)
+    wait_empty(first)
+    check_equal([alone], second.generate([whole], params=expired.params))
+
+    first.generate([text, *prompts((300, 300), seed=12)], params=KEEP, max_tokens=10)
+    held = first.num_free_blocks()
+    assert 63 - held <= 32  # half of them: the oldest is given up
+    (large,) = prompts((1500,), seed=13)
+    (answer,) = first.generate([large], max_tokens=3)  # needs blocks of the others
+    check_equal(second.generate([large], max_tokens=3), [answer])
+    first.generate([other], max_tokens=3)
+    wait_empty(first)
+
+    (before,) = first.generate([text], params=KEEP, max_tokens=10)
+    failed = first.counts["failed_sends"]  # one that expires is none
+    first.signal(signal.SIGSTOP)
+    second.add(whole, params=before.params)
+    time.sleep(1.0)  # it has reserved
+    second.kill()
+    first.signal(signal.SIGCONT)
+    wait_free(first)
+    assert first.counts["failed_sends"] == failed + 1
+
+
+def wait_free(engine: Engine) -> None:
+    """Wait until nothing is kept. An engine without requests does not look."""
+    until = time.monotonic() + 10
+    while engine.num_free_blocks() < engine.num_blocks - 1:
+        assert time.monotonic() < until
+        engine.generate([[1, 2, 3]], max_tokens=3)
+
+
+def test_what_is_not_kept(start: Start) -> None:
+    """Aborted requests, ids that cannot be, and more blocks than the share."""
+    engine = start(block_size=32, blocks=64, extra={"kept_share": 0.1}).wait_ready()
+    text, short = prompts((300, 40), seed=14)
+    running = engine.add(short, params=KEEP, max_tokens=500)
+    while not engine.answers[running].tokens:
+        engine.poll(0.05)
+    engine.abort(running)
+    for prompt, keep in ((text, True), (short, "abc"), (short, 7)):
+        (answer,) = engine.generate([prompt], params={"keep": keep}, max_tokens=4)
+        assert answer.params is None
+    wait_empty(engine)
