@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from disagg.integrations.vllm.kept import KeptRequests
+from disagg.integrations.vllm.metadata import HandOff
 from harness.vllm.engine import PREFILL, Answer, Engine
 from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty
 
@@ -26,9 +29,7 @@ def kept(answer: Answer) -> dict[str, Any]:
     return dict(answer.params["kept"])
 
 
-def turn(
-    prefill: Engine, decode: Engine, prompt: list[int], given: dict[str, Any] | None, **wanted: Any
-) -> tuple[Answer, Answer]:
+def turn(prefill: Engine, decode: Engine, prompt: list[int], given: dict[str, Any], **wanted: Any) -> tuple[Answer, Answer]:
     """Prefill's and decode's answers to a prompt. Prefill is given what was kept of the turn before."""
     params = {**PREFILL, **({"kept": given} if given else {})}
     (first,) = prefill.generate([prompt], params=params)
@@ -37,25 +38,31 @@ def turn(
     return first, answer
 
 
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("llama", {"block_size": 32}, {"block_size": 64, "tensor_parallel_size": 2}),
-    "dense, steps one after the other": ("llama", {"block_size": 64, "tensor_parallel_size": 2}, {"async_scheduling": False}),
+    "dense, asynchronous steps": ("llama", {"block_size": 64, "tensor_parallel_size": 2}, {"async_scheduling": True}),
     "windows": ("gemma3", {"block_size": 64, "tensor_parallel_size": 2}, {"block_size": 32}),
     "windows only": ("mistral", {"block_size": 32}, {"block_size": 64}),
     "latent": ("deepseek-v2", {"block_size": 16}, {"block_size": 32}),
-    "recurrent": ("falcon-h1", {"block_size": 64}, {"block_size": 128, "tensor_parallel_size": 2}),
-    "recurrent, steps one after the other": ("falcon-h1", {"block_size": 128}, {"block_size": 64, "async_scheduling": False}),
+    "recurrent, asynchronous steps": (
+        "falcon-h1",
+        {"block_size": 64},
+        {"block_size": 128, "tensor_parallel_size": 2, "async_scheduling": True},
+    ),
+    "recurrent": ("falcon-h1", {"block_size": 128}, {"block_size": 64, "async_scheduling": False}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_conversation(case: str, start: Start) -> None:
     """Eight turns. Decode's answers end by their length or by a stop token in turn, and prefill takes them with the next."""
-    model, *options = CASES[case]
-    prefill, decode = (start(model, **each) for each in options)
+    model, of_prefill, of_decode = CASES[case]
+    prefill, decode = start(model, **of_prefill), start(model, **of_decode)
     prefill.wait_ready()
     decode.wait_ready()
-    history, given, num_state = [], None, 0
+    history: list[int] = []
+    given: dict[str, Any] = {}
+    num_state = 0
     for number, text in enumerate(prompts((70, 40, 9, 100, 1, 64, 200, 33), seed=7)):
         prompt = history + text
         (alone,) = decode.generate([prompt], max_tokens=20)
@@ -67,7 +74,9 @@ def test_a_conversation(case: str, start: Start) -> None:
         assert num_external([first, answer]) == [num_state, len(prompt) - 1], f"turn {number + 1}"
         history, given = prompt + answer.tokens, kept(answer)
         num_state = given["remote_num_tokens"]
-        computes_last = case == "recurrent" and bool(stop)  # in the step that was under way when the answer ended
+        computes_last = case == "recurrent, asynchronous steps" and bool(
+            stop
+        )  # in the step that was under way when the answer ended
         assert num_state == len(history) - (0 if computes_last else 1)
     (other,) = prompts((30,), seed=8)
     decode.generate([other], params={"abort_request_id": given["remote_request_id"]}, max_tokens=3)
@@ -130,8 +139,8 @@ def test_edited_histories_and_caches(model: str, start: Start) -> None:
 
 
 def test_takers_expiry_and_bounds(start: Start) -> None:
-    """Decode servers take from each other. Of two takers one gets it. Blocks are free of a request that has expired, whose taker
-    dies, or whose blocks others need.
+    """Decode servers take from each other. Of two takers one gets it. Blocks are free if a request has expired, if its taker
+    dies, or if others need them.
     """
     first = start(block_size=32, blocks=64, extra={"keep_s": 4.0, "kept_share": 0.5})
     second, third = start(block_size=64), start(block_size=32, tensor_parallel_size=2)
@@ -204,3 +213,49 @@ def test_what_is_not_kept(start: Start) -> None:
         (answer,) = engine.generate([prompt], params={"keep": keep}, max_tokens=4)
         assert answer.params is None
     wait_empty(engine)
+
+
+def test_kept_requests_are_bounded() -> None:
+    """Whatever comes: those that may be taken are within the bound, the newest last, and every block comes back once."""
+    choose = random.Random(5)
+    kept = KeptRequests(max_blocks=20, num_ranks=2)
+    open_: dict[str, tuple[HandOff, int]] = {}
+    reports: dict[str, int] = {}
+    blocks_out: set[int] = set()
+    numbers = iter(range(1 << 20))
+    for step in range(3000):
+        count, name = choose.randint(1, 25), f"{step:032x}"
+        given_up = []
+        match choose.randrange(4):
+            case 0 | 1:
+                hand_off = HandOff(remote_engine_id="e", remote_address="a", remote_request_id=name)
+                reason = kept.reason_against(name, count)
+                assert bool(reason) is (count > 20)
+                if not reason:
+                    blocks = [next(numbers) for _ in range(count)]
+                    blocks_out.update(blocks)
+                    given_up = kept.add(name, hand_off, blocks)
+                    reports[name] = 0
+                    open_[name] = hand_off, count
+                    assert kept.reason_against(name, 1).startswith("another request")
+            case 2:
+                given_up = kept.give_up(choose.randint(-3, 30))
+            case _:
+                ended = dict.fromkeys(choose.sample(sorted(reports), min(3, len(reports))), 1)
+                for name in ended:
+                    reports[name] += 1
+                    if reports[name] == 2:
+                        del reports[name]
+                        open_.pop(name, None)
+                found = [block for blocks in kept.end({**ended, "unknown": 1}) for block in blocks]
+                assert blocks_out.issuperset(found)
+                blocks_out.difference_update(found)
+        assert [each.remote_request_id for each in given_up] == list(open_)[: len(given_up)]  # the oldest
+        for each in given_up:
+            del open_[each.remote_request_id]
+        assert sum(count for _, count in open_.values()) <= 20
+        assert all(kept.find(name) is hand_off for name, (hand_off, _) in open_.items())
+        assert all(kept.find(each.remote_request_id) is None for each in given_up)
+    for blocks in kept.end(dict.fromkeys(reports, 2)):
+        blocks_out.difference_update(blocks)
+    assert not blocks_out
