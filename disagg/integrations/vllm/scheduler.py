@@ -6,6 +6,7 @@ request itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -164,6 +165,7 @@ class SchedulerHalf:
         if "abort_request_id" in params:
             self._give_up(bytes.fromhex(params["abort_request_id"]))
             return
+        self._give_up_own(request)
         self._queue.add(request)
         if not params.get("do_remote_decode"):
             return
@@ -178,6 +180,14 @@ class SchedulerHalf:
         request.max_tokens = 1
         self._prefills[request.request_id] = prefill
         self._step.openings.append(Opening(request.request_id, prefill.request_id, prefill.attempt))
+
+    def _give_up_own(self, request: Request) -> None:
+        """Give up what this server has kept itself for a request: the server's prefix cache has it, or nothing has."""
+        with contextlib.suppress(ValueError):  # logged when vLLM schedules it
+            hand_off = HandOff.of(request.kv_transfer_params)
+            if hand_off is not None and self._leader is not None and hand_off.remote_engine_id == self._leader.engine_id:
+                self._step.given_up.append(hand_off.request_id)
+                _use(request)
 
     def _is_new(self, request_id: bytes) -> bool:
         return all(prefill.request_id != request_id for prefill in self._prefills.values())
@@ -383,14 +393,8 @@ class SchedulerHalf:
             _use(request)
         return hand_off
 
-    def _common(self, request: Request, hand_off: HandOff) -> HandOff | None:
-        """The hand-off of a kept request, cut to what the request has in common with it; `None` for one that this server has
-        kept itself: its own prefix cache has it, or nothing has.
-        """
-        if self._leader is not None and hand_off.remote_engine_id == self._leader.engine_id:
-            self._step.given_up.append(hand_off.request_id)
-            _use(request)
-            return None
+    def _common(self, request: Request, hand_off: HandOff) -> HandOff:
+        """The hand-off of a kept request, cut to what the request has in common with it."""
         if not hand_off.remote_prompt:  # compared before
             return hand_off
         num_kept = hand_off.remote_num_tokens
