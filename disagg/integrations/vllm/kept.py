@@ -130,7 +130,7 @@ class Keeper:
         given = (request.kv_transfer_params or {}).get("keep")
         if not given or request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return None
-        num_tokens = request.num_computed_tokens if self._has_states else request.num_tokens - 1
+        num_tokens = request.num_tokens - 1  # the last one was drawn, and not computed
         request_id = new_request_id().hex() if given is True else str(given)
         num_blocks = sum(len(ids) for ids in blocks)
         reason = self._reason or self._problem(request, blocks, num_tokens) or _problem_of_id(request_id)
@@ -173,9 +173,10 @@ class Keeper:
             return "prompts of embeddings cannot be compared with longer ones"
         if not self._prompts.is_known(request):
             return "its adapter is still being read"
-        if not 0 < request.num_tokens - 1 <= num_tokens <= request.num_tokens or num_tokens > request.num_computed_tokens:
-            found = f"{num_tokens} of {request.num_tokens} tokens, of which {request.num_computed_tokens} are computed"
-            return f"expected the state of all tokens but the last, found that of {found}"
+        if not 0 < num_tokens <= request.num_computed_tokens:
+            return f"expected the state of {num_tokens} tokens, found that of {request.num_computed_tokens}"
+        if self._has_states and request.num_computed_tokens != num_tokens:
+            return "a step that was under way when the answer ended changes its recurrent state (asynchronous scheduling)"
         for group, ids in zip(self._groups, blocks, strict=True):
             start, stop = group.needed(0, num_tokens)
             needed = group.covering(ids, start, stop)
