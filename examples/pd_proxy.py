@@ -7,19 +7,23 @@ decode has read the request and reserved memory when prefill has computed it. Wh
 proxy asks that server once, with a prompt of one token. A request that fails before the client has got a part of its answer is
 tried again, with a new id. vLLM's decode computes a prompt that it cannot get. An error of the request (4xx) goes to the client
 as the server answered it. A vLLM server that prefills a request which then fails, or whose client leaves, is told so, and need
-not keep its blocks. Requires aiohttp, which both servers require too.
+not keep its blocks. With `--keep` vLLM's decode servers keep the state of an answer, and a prefill server takes it with the
+next turn of the conversation: a request whose `messages` begin with those of the one before. Requires aiohttp, which both
+servers require too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import itertools
 import json
 import logging
 import secrets
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +48,7 @@ RETRY_AFTER_S = 0.5
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
+MAX_CONVERSATIONS = 10_000
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
 DECLINED = "decode does not want the request"
 """In the error of SGLang's prefill: decode has all of it cached, or computes it."""
@@ -130,7 +135,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A request, the servers that it goes to, the place of prefill, and the room in which they meet."""
+    """A request, the servers that it goes to, the place of prefill, and the room in which they meet. Prefill takes `kept`, the
+    hand-over of the turn before, and decode keeps the request by the id `keep`, if there is one.
+    """
 
     prefill: Server
     decode: Server
@@ -139,6 +146,8 @@ class Attempt:
     body: Body
     headers: Mapping[str, str]
     room: int
+    kept: Body | None = None
+    keep: str = ""
 
     @property
     def transfer_id(self) -> str:
@@ -190,6 +199,18 @@ class Client:
             async with self.open("POST", url, headers=headers, json=asked, timeout=GIVE_UP_TIMEOUT):
                 pass
 
+    async def kept(self, decode: Server, headers: Mapping[str, str], model: Any, keep: str) -> Body | None:
+        """The hand-over of a request that decode has kept by this id; `None` if it has not."""
+        asked = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"kept_request_id": keep}}
+        if model is not None:
+            asked["model"] = model
+        try:
+            answer = await self.ask(decode, "/v1/completions", asked, headers)
+        except (ClientError, Failed, Refused, TimeoutError) as error:
+            logger.warning("%s does not say what it keeps: %s", decode.url, error)
+            return None
+        return (answer.get("kv_transfer_params") or {}).get("kept")
+
     async def place(self, prefill: Server, decode: Server, headers: Mapping[str, str]) -> Place:
         """Where decode finds what a server prefills next. vLLM answers that to a prompt of one token, and is asked once."""
         if prefill.is_sglang:
@@ -234,6 +255,38 @@ class Client:
             self._known.pop(origin, None)  # until it answers, nobody computes anything for it
             self._places.pop(origin, None)
             raise
+
+
+class Conversations:
+    """The hand-overs that decode servers keep, by the messages of their requests. Each is taken once."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, tuple[float, asyncio.Task[Body | None]]] = OrderedDict()
+
+    def put(self, body: Body, kept: asyncio.Task[Body | None]) -> None:
+        """Note what decode keeps of a request that it has answered."""
+        *_, key = beginnings(body)
+        self._kept[key] = time.monotonic(), kept
+        self._kept.move_to_end(key)
+        if len(self._kept) > MAX_CONVERSATIONS:
+            self._kept.popitem(last=False)
+
+    async def take(self, body: Body) -> Body | None:
+        """The newest hand-over of the conversation that a request goes on with; `None` if there is none, or it has expired."""
+        for key in reversed(list(beginnings(body))):
+            if key in self._kept:
+                since_s, task = self._kept.pop(key)
+                kept = await task
+                return kept if kept and time.monotonic() < since_s + kept["remote_keep_s"] else None
+        return None
+
+
+def beginnings(body: Body) -> Iterator[bytes]:
+    """A name for the conversation after each message of a request; none if it has no messages."""
+    messages, name = body.get("messages"), json.dumps(body.get("model")).encode()
+    for message in messages if isinstance(messages, list) else ():
+        name = hashlib.blake2b(name + json.dumps(message, sort_keys=True).encode(), digest_size=16).digest()
+        yield name
 
 
 def passed_back(answer: ClientResponse) -> CIMultiDict[str]:
@@ -298,10 +351,10 @@ def hand_over(attempt: Attempt) -> HandOver:
     """What to ask the servers."""
     prefill, decode, body, room = attempt.prefill, attempt.decode, attempt.body, attempt.room
     route, place = ROUTES[attempt.path], attempt.place.params
-    to_vllm = {"kv_transfer_params": {**place, "do_remote_prefill": True, "remote_request_id": attempt.transfer_id}}
+    to_vllm = {**place, "do_remote_prefill": True, "remote_request_id": attempt.transfer_id}
     if prefill.is_sglang:
         where = {"bootstrap_host": URL(prefill.url).host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-        return HandOver({**body, **where, **route.fields}, {**body, **(where if decode.is_sglang else to_vllm)})
+        return HandOver({**body, **where, **route.fields}, {**body, **where} if decode.is_sglang else for_vllm(body, to_vllm))
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
@@ -309,11 +362,19 @@ def hand_over(attempt: Attempt) -> HandOver:
         "remote_request_id": attempt.transfer_id,
         "first_token": decode.is_sglang,
     }
+    if attempt.kept:
+        asked["kv_transfer_params"]["kept"] = attempt.kept
     if not decode.is_sglang:
-        return HandOver(asked, {**body, **to_vllm})
+        return HandOver(asked, for_vllm(body, to_vllm, keep=attempt.keep))
     address = URL(place["remote_address"])
     host = {"bootstrap_host": f"{place['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
     return HandOver(asked, {**body, **host, "bootstrap_room": room})
+
+
+def for_vllm(body: Body, params: Body, *, keep: str = "") -> dict[str, Any]:
+    """A request to vLLM's decode with the parameters of a hand-over, which it keeps by this id."""
+    given = {**params, "keep": keep} if keep else params
+    return {**body, "kv_transfer_params": given} if given else dict(body)
 
 
 def is_told(found: Body | None, told: Body) -> bool:
@@ -418,9 +479,10 @@ async def send(request: web.Request, answer: ClientResponse, first: bytes, other
 class Proxy:
     """Takes the servers of each side in turn."""
 
-    def __init__(self, prefills: list[str], decodes: list[str], *, retry_s: float) -> None:
+    def __init__(self, prefills: list[str], decodes: list[str], *, retry_s: float, keep: bool = False) -> None:
         self._prefills, self._decodes = itertools.cycle(prefills), itertools.cycle(decodes)
         self._num_prefills, self._num_decodes, self._retry_s = len(prefills), len(decodes), retry_s
+        self._conversations = Conversations() if keep else None
         self._client: Client
 
     def application(self) -> web.Application:
@@ -454,19 +516,39 @@ class Proxy:
         if not isinstance(body, dict):
             raise Refused.because(f"the body: expected a JSON object, found {type(body).__name__}")
         until = time.monotonic() + self._retry_s
+        kept = None if self._conversations is None else await self._conversations.take(body)
         while True:
             try:
-                return await self._attempt(request, of_client(body))
+                return await self._attempt(request, of_client(body), kept)
             except (ClientError, Failed) as error:
                 logger.warning("%s: %s", type(error).__name__, error)
                 if time.monotonic() > until:
                     raise
+            kept = None
             await asyncio.sleep(RETRY_AFTER_S)
 
-    async def _attempt(self, request: web.Request, body: Body) -> web.StreamResponse:
+    async def _attempt(self, request: web.Request, body: Body, kept: Body | None) -> web.StreamResponse:
         """Raises `Failed` or `ClientError` if the request may be tried again."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         decode = await self._client.server(next(self._decodes), headers)
+        is_turn = self._conversations is not None and any(beginnings(body)) and {None, 1}.issuperset(num_answers(body))
+        keep = secrets.token_hex(16) if is_turn and not decode.is_sglang else ""
+        response = await self._divided(request, body, headers, decode, kept, keep)
+        if keep and self._conversations is not None:
+            asking = self._client.kept(decode, headers, body.get("model"), keep)
+            self._conversations.put(body, asyncio.create_task(asking))
+        return response
+
+    async def _divided(
+        self,
+        request: web.Request,
+        body: Body,
+        headers: Mapping[str, str],
+        decode: Server,
+        kept: Body | None,
+        keep: str,
+    ) -> web.StreamResponse:
+        """Ask a prefill server and decode, or decode alone if there is none that can prefill the request."""
         failure: Exception = Failed("no prefill server")
         for url in itertools.islice(self._prefills, self._num_prefills):
             try:
@@ -484,7 +566,7 @@ class Proxy:
                     raise
                 failure = refused
                 continue
-            attempt = Attempt(prefill, decode, place, request.path, body, headers, 1 + secrets.randbelow(1 << 62))
+            attempt = Attempt(prefill, decode, place, request.path, body, headers, 1 + secrets.randbelow(1 << 62), kept, keep)
             try:
                 return await self._ask_both(request, attempt)
             except NotPrefilled as error:
@@ -492,7 +574,7 @@ class Proxy:
                 failure = error.cause
         if decode.is_sglang:
             raise failure
-        return await self._answer(request, decode, headers, HandOver({}, dict(body)))
+        return await self._answer(request, decode, headers, HandOver({}, for_vllm(body, {}, keep=keep)))
 
     async def _ask_both(self, request: web.Request, attempt: Attempt) -> web.StreamResponse:
         """Ask both servers at once. Raises `NotPrefilled` if another prefill server should be asked, or decode alone."""
@@ -545,7 +627,7 @@ class Proxy:
             raise Failed(f"{attempt.prefill.url} hands over nothing, or is another server than before")
         self._client.forget(attempt.prefill)
         await end(answering)
-        asked.decode = {**attempt.body, "kv_transfer_params": found} if found else dict(attempt.body)
+        asked.decode = for_vllm(attempt.body, found or {}, keep=attempt.keep)
         return self._answering(request, attempt, asked), True
 
     def _answering(self, request: web.Request, attempt: Attempt, asked: HandOver) -> asyncio.Task[web.StreamResponse]:
@@ -602,11 +684,14 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="+", action="append", required=True, metavar="URL", help="servers that prefill")
     parser.add_argument("--decode", nargs="+", action="append", required=True, metavar="URL", help="servers that decode")
     parser.add_argument("--retry-s", type=float, default=30.0, metavar="SECONDS", help="how long to try a request again")
+    parser.add_argument(
+        "--keep", action="store_true", help="let vLLM's decode keep each answer's state for prefill of the next turn"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    proxy = Proxy(list(addresses(given.prefill)), list(addresses(given.decode)), retry_s=given.retry_s)
+    proxy = Proxy(list(addresses(given.prefill)), list(addresses(given.decode)), retry_s=given.retry_s, keep=given.keep)
     try:
         web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
     except OSError as error:  # the port is in use, or not ours to take

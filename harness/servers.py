@@ -122,11 +122,11 @@ class Server:
         return server
 
     @classmethod
-    def proxy(cls, prefill: Server, decode: Server) -> Server:
+    def proxy(cls, prefill: Server, decode: Server, *options: str) -> Server:
         """The example's proxy."""
         (port,) = free_ports(1)
         command = [sys.executable, "examples/pd_proxy.py", "--retry-s", "300", "--prefill", prefill.url, "--decode", decode.url]
-        return cls([*command, "--port", str(port)], port)
+        return cls([*command, "--port", str(port), *options], port)
 
     def __enter__(self) -> Server:
         return self

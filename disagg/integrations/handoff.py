@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from disagg.core.errors import RemoteProtocolError
 
 VERSION = 1
+BEGINNING = 64
+"""Tokens between two beginnings whose digests a server gives of a request that it keeps."""
+MAX_BEGINNINGS = 4000
+"""How many of them fit into a payload."""
+DIGEST_NBYTES = 16
 OTHER_PROMPT = (
     "expected the state of this request's prompt, found that of other tokens, adapter weights, salt, items or embeddings"
 )
@@ -27,11 +32,27 @@ def prompt_digest(token_ids: Iterable[int], beside: Iterable[tuple[str, str]] = 
     `beside` is what shapes the state besides the tokens, or keeps others from using it, as kinds and values: `"adapter"` (the
     digest of its weights), `"salt"`, `"item"` (an image, for example), `"embeddings"`. An engine may have kinds of its own.
     """
-    tokens = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    tokens = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=DIGEST_NBYTES)
+    return _digest(tokens.digest(), beside)
+
+
+def beginnings(
+    token_ids: Sequence[int], beside: Callable[[int], Iterable[tuple[str, str]]] = lambda _: ()
+) -> Iterator[tuple[int, str]]:
+    """The `prompt_digest` of the first 64 tokens, of the first 128 and so on, each with its number of tokens. `beside` gives
+    what `prompt_digest` takes, for a number of tokens.
+    """
+    tokens = hashlib.blake2b(digest_size=DIGEST_NBYTES)
+    for stop in range(BEGINNING, len(token_ids) + 1, BEGINNING):
+        tokens.update(array("q", token_ids[stop - BEGINNING : stop]).tobytes())
+        yield stop, _digest(tokens.digest(), beside(stop))
+
+
+def _digest(tokens: bytes, beside: Iterable[tuple[str, str]]) -> str:
     others = list(beside)
     if not others:
-        return tokens.hexdigest()
-    return hashlib.blake2b(msgspec.msgpack.encode((tokens.digest(), others)), digest_size=16).hexdigest()
+        return tokens.hex()
+    return hashlib.blake2b(msgspec.msgpack.encode((tokens, others)), digest_size=DIGEST_NBYTES).hexdigest()
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +61,9 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     `engine` is the server and its version. `num_tokens` is the number of prompt tokens whose state was handed over.
     `first_token` is the token that prefill has drawn after them; its log-probability is in prefill's own answer. `native`
     are rows that only the same engine reads. `prompt` is the `prompt_digest` of the tokens that were handed over, without the
-    last one of the prompt, and `whole_prompt` of all that were handed over: decode takes nothing that it cannot compare. Fields
-    may be added with a default; unknown ones are ignored.
+    last one of the prompt, and `whole_prompt` of all that were handed over: decode takes nothing that it cannot compare. Of a
+    request that was kept, part of the tokens may be taken: `beginnings` has the digests of the function of that name, one after
+    the other. Fields may be added with a default; unknown ones are ignored.
     """
 
     engine: str
@@ -50,10 +72,17 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     native: tuple[bytes, ...] = ()
     prompt: str = ""
     whole_prompt: str = ""
+    beginnings: bytes = b""
     version: int = VERSION
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+    def digest(self, num_tokens: int) -> str:
+        """The digest of the first `num_tokens` if it is one of `beginnings`, else `prompt`."""
+        index, rest = divmod(num_tokens, BEGINNING)
+        found = self.beginnings[(index - 1) * DIGEST_NBYTES : index * DIGEST_NBYTES] if index and not rest else b""
+        return found.hex() or self.prompt
 
     def check(self, found: str, expected: str) -> None:
         """Compare one of this payload's digests with that of decode's request. Raises `RemoteProtocolError`."""

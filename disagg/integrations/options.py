@@ -14,6 +14,7 @@ from disagg.core.address import bracketed, is_wildcard, parse_address
 from disagg.settings import meaning
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class ServerConfig(Config, frozen=True, kw_only=True):
@@ -49,6 +50,14 @@ class Options(ServerConfig, frozen=True, kw_only=True):
             metavar="SECONDS",
         ),
     ] = 30.0
+    keep_s: Annotated[
+        Seconds,
+        meaning("How long a server keeps a request with `keep` for the next turn.", metavar="SECONDS"),
+    ] = 120.0
+    kept_share: Annotated[
+        Share,
+        meaning("At most this share of a server's blocks holds such requests; the oldest goes first."),
+    ] = 0.25
     bootstrap_port: Annotated[
         int | None, meaning("Where the proxies of MooncakeConnector ask for this server's name.", metavar="PORT")
     ] = None

@@ -1,4 +1,8 @@
-"""Conversations with vLLM's engines, in processes of their own without HTTP."""
+"""Conversations with vLLM's engines, in processes of their own without HTTP.
+
+Decode keeps every request, and prefill is given one of those with each of its own: mostly of another turn of the same
+conversation, and whichever it is, it must take of it what is the same only.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from harness.vllm.engine import ENVIRONMENT, PREFILL, Engine
 from harness.vllm.engine import Answer as EngineAnswer
 
 TIMEOUT_S = 120.0
+KEPT_SHARE = 0.5
 WAYS = {
     Way.HANDED_OVER: 46,
     Way.BOTH_AT_ONCE: 10,
@@ -167,8 +172,10 @@ class VllmServers:
         common = {**COMMON, **OPTIONS.get(case.model, {}), **case.common}
         undivided = {name: value for name, value in case.decode.items() if name != "tensor_parallel_size"}
         blocks, options = (*case.num_blocks, 512), (case.prefill, case.decode, undivided)
+        extra = {"kept_share": KEPT_SHARE}
         self._engines = [
-            Engine(str(model), blocks=count, **{**common, **each}) for count, each in zip(blocks, options, strict=True)
+            Engine(str(model), blocks=count, extra=extra, **{**common, **each})
+            for count, each in zip(blocks, options, strict=True)
         ]
         self._prefill, self._decode, self._alone = self._engines
         for engine in self._engines:
@@ -180,6 +187,8 @@ class VllmServers:
         self._server = {name: first.params[name] for name in ("remote_engine_id", "remote_address")} if first.params else {}
         (self._dead_port,) = free_ports(1)
         self._turns: dict[str, Turn] = {}
+        self._kept: list[Mapping[str, Any]] = []
+        """What decode has kept, and prefill was not given yet."""
         self._preempted = self._failed_loads = 0
         self._are_both_asked = False
 
@@ -188,6 +197,10 @@ class VllmServers:
         from vllm.lora.request import LoRARequest  # not before the engines have set their environment
 
         prompt = turn.prefilled if engine is self._prefill else turn.prompt
+        if engine is self._decode:
+            params = {**(params or {}), "keep": True}
+        elif engine is self._prefill and self._kept:
+            params = {**(params or {}), "kept": self._kept.pop(-1 - turn.number % min(3, len(self._kept)))}
         fields: dict[str, Any] = {}
         if prompt.is_embedded:
             fields["prompt_embeds"] = torch.from_numpy(self._embeddings[list(prompt.tokens)])
@@ -228,6 +241,7 @@ class VllmServers:
                 raise TimeoutError(f"not answered within {TIMEOUT_S:g} s: {', '.join(map(str, prefilling.values()))}")
         decoding = open_requests.decoding
         found = dict(zip(decoding, self._decode.wait(decoding.values(), timeout_s=TIMEOUT_S), strict=True))
+        self._kept += [each.params["kept"] for each in found.values() if each.params]
         return [_answer(found[turn.number]) if turn.number in found else None for turn in turns]
 
     def _begin(self, turn: Turn, open_requests: _Open) -> None:
@@ -260,9 +274,9 @@ class VllmServers:
         else:
             open_requests.decoding[turn.number] = req_id
 
-    def _give_up(self, params: Mapping[str, Any]) -> None:
-        """Tell prefill that no decode server will ask for a request, as a proxy does."""
-        self._prefill.add([0], params={"abort_request_id": params["remote_request_id"]}, max_tokens=1)
+    def _give_up(self, params: Mapping[str, Any], engine: Engine | None = None) -> None:
+        """Tell prefill, or the other engine, that nobody will ask for a request, as a proxy does."""
+        (engine or self._prefill).add([0], params={"abort_request_id": params["remote_request_id"]}, max_tokens=1)
 
     def _nobody(self, number: int) -> dict[str, Any]:
         """Where nobody is: nobody listens at the address, it is none, or an engine of another name is there."""
@@ -297,6 +311,12 @@ class VllmServers:
 
     def end(self) -> str:
         problems = []
+        for params in self._kept:
+            self._give_up(params, self._decode)
+        self._kept = []
+        until = time.monotonic() + TIMEOUT_S
+        while self._decode.num_free_blocks() < self._decode.num_blocks - 1 and time.monotonic() < until:
+            self._decode.generate([[0]], max_tokens=2)  # an engine without requests frees nothing
         for name, engine in zip(("prefill", "decode", "the undivided engine"), self._engines, strict=True):
             try:
                 engine.settle()
@@ -314,6 +334,7 @@ class VllmServers:
         """Of decode's connector, and preemptions."""
         prefill, decode = self._prefill.counts, self._decode.counts
         loads = {name: decode[name] for name in ("loads", "failed_loads", "loaded_tokens")}
+        loads |= {f"{name} on prefill": prefill[name] for name in ("loads", "failed_loads", "loaded_tokens")}
         return {**loads, "preempted on prefill": prefill["preempted"], "preempted on decode": decode["preempted"]}
 
 

@@ -111,14 +111,17 @@ class Engine:
         params: Mapping[str, Any] | None = None,
         max_tokens: int = 8,
         logprobs: int = 1,
+        stop: Sequence[int] = (),
         **fields: Any,
     ) -> str:
-        """Start a request, and return its id. `fields` are those of vLLM's `EngineCoreRequest`, such as `cache_salt`."""
+        """Start a request, and return its id. It ends with the first of the tokens `stop`. `fields` are those of vLLM's
+        `EngineCoreRequest`, such as `cache_salt`.
+        """
         req_id = f"request-{next(self._numbers)}"
         self.answers[req_id] = Answer()
         self._begun[req_id] = time.monotonic()
         ids, given = None if prompt is None else list(prompt), None if params is None else dict(params)
-        self._pipe.send(("add", req_id, ids, given, (max_tokens, logprobs), fields))
+        self._pipe.send(("add", req_id, ids, given, (max_tokens, logprobs, tuple(stop)), fields))
         return req_id
 
     def abort(self, req_id: str) -> None:
@@ -337,17 +340,18 @@ def _request(
     req_id: str,
     prompt: list[int] | None,
     params: dict[str, Any] | None,
-    counts: tuple[int, int],
+    given: tuple[int, int, tuple[int, ...]],
     fields: Mapping[str, Any],
 ) -> Any:
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    max_tokens, logprobs = counts
+    max_tokens, logprobs, stop = given
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=1 if params and params.get("do_remote_decode") else max_tokens,
         ignore_eos=True,
+        stop_token_ids=list(stop),
         logprobs=logprobs,
         extra_args=None if params is None else {"kv_transfer_params": params},
     )

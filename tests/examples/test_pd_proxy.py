@@ -167,7 +167,7 @@ def given_up(pair: Pair) -> list[str]:
 
 @asynccontextmanager
 async def started(
-    prefill: StandIn, decode: StandIn, *, retry_s: float = 0.0, others: Sequence[str] = ()
+    prefill: StandIn, decode: StandIn, *, retry_s: float = 0.0, others: Sequence[str] = (), keep: bool = False
 ) -> AsyncIterator[Pair]:
     """`others` are addresses of decode that come before that of `decode`."""
     async with AsyncExitStack() as stack:
@@ -175,7 +175,7 @@ async def started(
             application = web.Application(client_max_size=1 << 30)
             application.router.add_route("*", "/{path:.*}", server.handle)
             server.url = f"http://127.0.0.1:{await serve(stack, application)}"
-        port = await serve(stack, Proxy([prefill.url], [*others, decode.url], retry_s=retry_s).application())
+        port = await serve(stack, Proxy([prefill.url], [*others, decode.url], retry_s=retry_s, keep=keep).application())
         client = await stack.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
         yield Pair(prefill, decode, client, port)
 
@@ -559,6 +559,62 @@ def test_vllm_prefills_one_token_for_each_path(path: str, fields: dict[str, Any]
         assert {**second, "kv_transfer_params": None} == {**body, "kv_transfer_params": None}
 
     run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+KEPT = {"remote_request_id": "of the server", "remote_keep_s": 60.0}
+
+
+async def keeps(_: web.Request, asked: Asked) -> web.StreamResponse:
+    """VLLM as decode, which says what it keeps when it is asked for it."""
+    found = asked.body["kv_transfer_params"].get("kept_request_id")
+    return web.json_response({"choices": [], **({"kv_transfer_params": {"kept": {**KEPT, "by": found}}} if found else {})})
+
+
+def test_the_next_turn_of_a_conversation_takes_what_decode_keeps() -> None:
+    """Once, and also if the client has edited the answer. Another conversation, and another model, take nothing."""
+
+    async def scenario(pair: Pair) -> None:
+        first = [{"role": "user", "content": "one"}]
+        later = [*first, {"role": "assistant", "content": "edited"}, {"role": "user", "content": "two"}]
+        asked = [("model", first), ("other", later), ("model", [{"role": "user", "content": "three"}])]
+        for model, messages in [*asked, ("model", later), ("model", first)]:
+            async with pair.client.post("/v1/chat/completions", json={"model": model, "messages": messages}) as answer:
+                assert answer.status == 200
+                assert "kv_transfer_params" not in await answer.json()
+        taken = [body["kv_transfer_params"].get("kept") for body in pair.prefill.bodies("/v1/chat/completions")]
+        keep = [body["kv_transfer_params"]["keep"] for body in pair.decode.bodies("/v1/chat/completions")]
+        assert taken == [None, None, None, {**KEPT, "by": keep[0]}, None]
+        assert len(set(keep)) == 5
+        await until(lambda: len(pair.decode.bodies()) == 5)
+        asked_for = [body["kv_transfer_params"]["kept_request_id"] for body in pair.decode.bodies()]
+        assert asked_for == keep
+
+    run(scenario, StandIn(prefills), StandIn(keeps), keep=True)
+
+
+def test_an_expired_turn_is_not_taken() -> None:
+    async def keeps_briefly(_: web.Request, __: Asked) -> web.StreamResponse:
+        return web.json_response({"choices": [], "kv_transfer_params": {"kept": {**KEPT, "remote_keep_s": 0.01}}})
+
+    async def scenario(pair: Pair) -> None:
+        body = {"model": "model", "messages": [{"role": "user", "content": "one"}]}
+        for _ in range(2):
+            async with pair.client.post("/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+            await asyncio.sleep(0.05)
+        assert all("kept" not in each["kv_transfer_params"] for each in pair.prefill.bodies("/v1/chat/completions"))
+
+    run(scenario, StandIn(prefills), StandIn(keeps_briefly), keep=True)
+
+
+def test_several_answers_are_not_kept() -> None:
+    async def scenario(pair: Pair) -> None:
+        body = {"model": "model", "n": 2, "messages": [{"role": "user", "content": "one"}]}
+        async with pair.client.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+        assert "keep" not in pair.decode.bodies("/v1/chat/completions")[0]["kv_transfer_params"]
+
+    run(scenario, StandIn(prefills), StandIn(keeps), keep=True)
 
 
 def test_sglang_generates_on_both_servers_at_once() -> None:

@@ -314,3 +314,26 @@ def test_a_request_that_is_still_wanted_is_named_to_each_writer() -> None:
     sessions.want(RequestKey(ID, 2), peer="P", nonce=7, source_group=1, ranks=(1, 2))
     message = Wanted(request_id=ID, attempt=2, nonce=7, source_group=1)
     assert list(sessions.effects) == [SendMessage(PeerRank("P", rank), message) for rank in (1, 2)]
+
+
+@pytest.mark.parametrize("has_all_ranks", [False, True])
+def test_a_taker_that_is_lost_uses_an_offer_up(has_all_ranks: bool) -> None:
+    """The rows of what was offered are free once nothing reads them, and nobody else gets it."""
+    sessions = sessions_of({"D": 1 if has_all_ranks else 2, "E": 1})
+    lease = Lease()
+    session = offer(sessions, attempt=0, lease=lease)
+    put(sessions, session)
+    sessions.on_message(D0, reserve(), 1.0)
+    (start,) = [effect for effect in take_effects(sessions) if isinstance(effect, StartTransfer)]
+    sessions.sends.peer_lost(D0, "it was killed")
+    assert not lease.released
+    sessions.on_message(E0, reserve(), 1.5)
+    effects = take_effects(sessions)
+    refused = [type(effect[1]) for effect in effects if isinstance(effect, tuple) and effect[0] == E0]
+    assert refused == [Abort, Drained]
+    sessions.sends.settled(start.ticket, now=2.0, error="D/0 is gone")
+    if not has_all_ranks:  # another rank of the taker has not come: the server ends what waits for it
+        sessions.sends.abort(session, RequestAborted("it is kept no more"), 3.0)
+    (event,) = [effect for effect in (*effects, *take_effects(sessions)) if isinstance(effect, Event)]
+    assert (event.ok, lease.released) == (False, True)
+    assert not sessions.sends.sessions

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -19,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from disagg.core.rows import TokenRange
 
+ENGINE = f"vllm {vllm.__version__}"
+
 BlockIds = tuple[list[int], ...]
 """vLLM's block ids of a request, for each KV cache group, from the request's first block on."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that prefills, as `kv_transfer_params` name it. It keeps sliding windows from a multiple of
+    """A server that hands requests over, as `kv_transfer_params` name it. It keeps sliding windows from a multiple of
     `remote_window_page` tokens on.
     """
 
@@ -57,18 +60,22 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOff(Place, frozen=True, kw_only=True):
-    """Where decode finds a prefilled request: `kv_transfer_params` in prefill's answer and in the request to decode.
+    """Where a server finds a request that another one has: `kv_transfer_params` in prefill's answer and in the request to
+    decode, or `kept` in them, of a request that was kept after its answer.
 
-    `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of prompt tokens
-    whose state prefill hands over. Without it prefill is asked at the same time, and will hand over all but the last one.
-    `remote_prompt` is their `prompt_digest`, without the last one of the prompt: vLLM gives the parameters of one prompt to
-    every request of a list of prompts.
+    `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of leading tokens
+    whose state is handed over. Without it prefill is asked at the same time, and will hand over all but the last one of the
+    prompt. `remote_prompt` is their `prompt_digest`, without the last one of the prompt: vLLM gives the parameters of one
+    prompt to every request of a list of prompts. Of a kept request a shorter beginning may be taken too: `remote_beginnings`
+    are their digests, one after the other, in hexadecimal digits. It is kept for `remote_keep_s` seconds.
     """
 
     remote_request_id: str
     remote_num_tokens: int | None = None
     remote_attempt: int = 0
     remote_prompt: str = ""
+    remote_beginnings: str = ""
+    remote_keep_s: float | None = None
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
@@ -77,29 +84,43 @@ class HandOff(Place, frozen=True, kw_only=True):
         Integers may be floats, as proxies have them whose parameters were a protobuf `Struct`. Raises `msgspec.ValidationError`
         or `ValueError` if it is not complete.
         """
-        if params is None or not cls.is_in(params):
+        part = cls.part(params)
+        if part is None:
             return None
-        found = dict(params)
+        found = dict(part)
         if "remote_bootstrap_addr" in found:
             found |= msgspec.structs.asdict(Place.parse(str(found.get("remote_engine_id"))))
             if request_id := transfer_id(found):
                 found["remote_request_id"] = request_id.hex()
         hand_off = msgspec.convert(found, cls, strict=False)
-        bytes.fromhex(hand_off.remote_request_id)
+        bytes.fromhex(hand_off.remote_request_id + hand_off.remote_beginnings)
         return hand_off
 
     @staticmethod
-    def is_in(params: Mapping[str, Any] | None) -> bool:
-        """Whether `kv_transfer_params` say that there is one that has not been used."""
-        return bool(params and params.get("do_remote_prefill"))
+    def part(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """What of a request's `kv_transfer_params` is a hand-off that has not been used: all of them, or `kept`; `None` if
+        nothing is.
+        """
+        for part in (params, (params or {}).get("kept")):
+            if isinstance(part, dict) and part.get("do_remote_prefill"):
+                return part
+        return None
 
     @property
     def request_id(self) -> bytes:
         return bytes.fromhex(self.remote_request_id)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of a request that was kept."""
+        return self.remote_keep_s is not None
+
     def params(self) -> dict[str, Any]:
-        """As `kv_transfer_params` of the request to decode."""
-        return {"do_remote_prefill": True, "do_remote_decode": False, **msgspec.structs.asdict(self)}
+        """As `kv_transfer_params` of the request to decode, or as `kept` in them."""
+        own = msgspec.structs.asdict(self)
+        if not self.is_kept:
+            del own["remote_beginnings"], own["remote_keep_s"]
+        return {"do_remote_prefill": True, "do_remote_decode": False, **own}
 
 
 def transfer_id(params: Mapping[str, Any]) -> bytes | None:
@@ -154,7 +175,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Finish:
-    """Send what exists only at the end of a prefill, and then a `Payload`."""
+    """Send what exists only at the end of a prefill, or of a request that is kept, and then a `Payload`."""
 
     req_id: str
     request_id: bytes
@@ -168,7 +189,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, once a step.
 
     `wanted` are transfers that requests in the queue still need. `aborts` are requests that the server has ended, `given_up`
-    ids of transfers that will not be. Of the requests in `held` vLLM keeps the blocks until they have been sent.
+    ids of transfers that will not be. Of the requests in `held` vLLM keeps the blocks until they have been sent, and of those
+    in `kept` the scheduler half does.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -178,6 +200,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     chunks: list[Chunk] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     given_up: list[bytes] = field(default_factory=list)
     idle: bool = False
@@ -197,15 +220,19 @@ class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes."""
+    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes, and how many ranks
+    need the blocks of a kept request no more.
+    """
 
     leases: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The reports of two ranks as one."""
-        total = Counter(self.leases)
-        total.update(other.leases)
-        return WorkerReport(total)
+        leases, ended = Counter(self.leases), Counter(self.ended)
+        leases.update(other.leases)
+        ended.update(other.ended)
+        return WorkerReport(leases, ended)
 
 
 def share_logging() -> None:

@@ -10,7 +10,8 @@ import torch
 from vllm.v1.request import Request
 
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.handoff import prompt_digest
+from disagg.integrations.handoff import DIGEST_NBYTES, beginnings, prompt_digest
+from disagg.integrations.vllm.metadata import HandOff
 
 
 class Prompts:
@@ -29,6 +30,24 @@ class Prompts:
         if not self.is_known(request):
             return ""
         return prompt_digest(request.all_token_ids[:num_tokens], self._beside(request, num_tokens))
+
+    def beginnings(self, request: Request, num_tokens: int) -> Iterator[tuple[int, str]]:
+        """The digests of the `beginnings` of a request's first tokens; none if they are not known yet."""
+        if not self.is_known(request):
+            return iter(())
+        return beginnings(request.all_token_ids[:num_tokens], lambda stop: self._beside(request, stop))
+
+    def num_common(self, request: Request, hand_off: HandOff, most: int) -> int:
+        """The leading tokens, at most `most`, that a request has in common with one that was kept, as far as digests tell."""
+        num_kept = hand_off.remote_num_tokens or 0
+        if 0 < num_kept <= most and hand_off.remote_prompt == self.digest(request, num_kept):
+            return num_kept
+        digests, common = bytes.fromhex(hand_off.remote_beginnings), 0
+        for number, (stop, digest) in enumerate(self.beginnings(request, min(num_kept, most))):
+            if digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES].hex() != digest:
+                break
+            common = stop
+        return common
 
     def _adapter(self, request: Request) -> Future[str] | None:
         adapter = request.lora_request

@@ -1,4 +1,4 @@
-"""Requests that wait in decode's queue: prefill keeps their blocks as long as it hears that they are still wanted."""
+"""Requests that wait in a server's queue: the other one keeps their blocks as long as it hears that they are still wanted."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ request itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
-import vllm
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,7 +28,9 @@ from disagg.integrations.handoff import OTHER_PROMPT, Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.bootstrap import Bootstrap
 from disagg.integrations.vllm.groups import Group, num_handed_over, read_groups
+from disagg.integrations.vllm.kept import Keeper, give_back, touch
 from disagg.integrations.vllm.metadata import (
+    ENGINE,
     BlockIds,
     Chunk,
     Finish,
@@ -48,8 +50,6 @@ from disagg.manager import new_request_id
 logger = logging.getLogger(__name__)
 
 NUM_LOADED = 4096
-
-ENGINE = f"vllm {vllm.__version__}"
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -102,6 +102,7 @@ class SchedulerHalf:
         self._leader: RankAddress | None = None
         self._bootstrap: Bootstrap | None = None
         self._manager: KVCacheManager | None = None
+        self._keeper: Keeper | None = None
         self._num_cached: dict[int, dict[str, int]] = {}
         """How many blocks of each request vLLM counts as cached, for each group of windows."""
         self._step = StepMetadata()
@@ -120,6 +121,7 @@ class SchedulerHalf:
     def bind(self, manager: KVCacheManager) -> None:
         """VLLM's manager of blocks, which is built after this. Raises `AttributeError` if it counts cached blocks otherwise."""
         self._manager = manager
+        self._keeper = Keeper(self._config, self._groups, self._prompts, self._options, manager)
         for group in self._groups:
             if group.window is not None:
                 self._num_cached[group.index] = manager.coordinator.single_type_managers[group.index].num_cached_block
@@ -135,8 +137,14 @@ class SchedulerHalf:
         if self._bootstrap is not None:
             self._bootstrap.close()
 
+    @property
+    def keeper(self) -> Keeper:
+        """Keeps requests that have ended, once there are blocks."""
+        assert self._keeper is not None, "bind comes first"
+        return self._keeper
+
     def _place(self, leader: RankAddress) -> Place:
-        """Where decode finds what this server prefills."""
+        """Where others find what this server hands over."""
         return Place(
             remote_engine_id=leader.engine_id,
             remote_address=leader.address,
@@ -157,6 +165,7 @@ class SchedulerHalf:
         if "abort_request_id" in params:
             self._give_up(bytes.fromhex(params["abort_request_id"]))
             return
+        self._give_up_own(request)
         self._queue.add(request)
         if not params.get("do_remote_decode"):
             return
@@ -171,6 +180,14 @@ class SchedulerHalf:
         request.max_tokens = 1
         self._prefills[request.request_id] = prefill
         self._step.openings.append(Opening(request.request_id, prefill.request_id, prefill.attempt))
+
+    def _give_up_own(self, request: Request) -> None:
+        """Give up what this server has kept itself for a request: the server's prefix cache has it, or nothing has."""
+        with contextlib.suppress(ValueError):  # logged when vLLM schedules it
+            hand_off = HandOff.of(request.kv_transfer_params)
+            if hand_off is not None and self._leader is not None and hand_off.remote_engine_id == self._leader.engine_id:
+                self._step.given_up.append(hand_off.request_id)
+                _use(request)
 
     def _is_new(self, request_id: bytes) -> bool:
         return all(prefill.request_id != request_id for prefill in self._prefills.values())
@@ -201,6 +218,7 @@ class SchedulerHalf:
     @guarded(StepMetadata)
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do in this step."""
+        self.keeper.make_room(1, self._step, num_requests=len(output.num_scheduled_tokens))
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
         step.wanted = self._queue.take_due()
@@ -261,7 +279,7 @@ class SchedulerHalf:
             self._step.aborts.append(req_id)
         prefill = self._prefills.pop(req_id, None)
         if prefill is None:
-            return False, self._params_of_one_token(request)
+            return False, self._answer(request, blocks)
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))
         if computed and not is_whole:
@@ -283,6 +301,13 @@ class SchedulerHalf:
         )
         return True, hand_off.params()
 
+    def _answer(self, request: Request, blocks: BlockIds) -> dict[str, Any] | None:
+        """What the proxy gets with the answer of a request that is not handed over to decode."""
+        if self._leader is None:
+            return None
+        kept = self.keeper.keep(request, blocks, self._place(self._leader), self._step)
+        return kept or self.keeper.answer(request) or self._params_of_one_token(request)
+
     def _params_of_one_token(self, request: Request) -> dict[str, Any] | None:
         """The answer to a prompt of one token, of which nothing is handed over: where decode finds this server's requests, and
         how many replicas the server has. A proxy that asks both servers at once begins with such a request.
@@ -302,13 +327,14 @@ class SchedulerHalf:
         another request (one more answer to the same prompt) loads them, and vLLM will have them cached, or since the request's
         adapter is still being read.
         """
-        if HandOff.is_in(request.kv_transfer_params) and not self._prompts.is_known(request):
+        self.keeper.make_room(request.num_tokens - num_computed, self._step)
+        if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False
         hand_off = self._unresolved(request)
         if hand_off is not None and hand_off.remote_request_id in self._loading.values():
             return None, False
         if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
-            request.kv_transfer_params["do_remote_prefill"] = False
+            _use(request)
             return 0, False
         count = 0 if hand_off is None else self._num_loadable(request, hand_off, num_computed) - num_computed
         return (count, True) if count > 0 else (0, False)
@@ -319,7 +345,7 @@ class SchedulerHalf:
         hand_off = self._unresolved(request)
         if hand_off is None:
             return
-        request.kv_transfer_params["do_remote_prefill"] = False  # only once, also if the request is preempted later
+        _use(request)  # only once, also if the request is preempted later
         if num_external == 0:
             self._step.declines.append(hand_off)
             return
@@ -355,15 +381,31 @@ class SchedulerHalf:
             hand_off, problem = HandOff.of(request.kv_transfer_params), ""
         except ValueError as error:  # also msgspec.ValidationError
             hand_off, problem = None, f"kv_transfer_params of another connector or version: {error}"
-        if hand_off is not None and hand_off.remote_prompt:
+        if hand_off is not None and hand_off.is_kept:
+            hand_off = self._common(request, hand_off)
+        elif hand_off is not None and hand_off.remote_prompt:
             request.kv_transfer_params["remote_prompt"] = ""  # compared once
             if hand_off.remote_prompt != self._prompts.digest(request, _num_common(request, hand_off)):
                 self._of_others[request.request_id] = hand_off
                 hand_off, problem = None, f"kv_transfer_params: {OTHER_PROMPT}"
         if problem:
             logger.warning("request %s: %s", request.request_id, problem)
-            request.kv_transfer_params["do_remote_prefill"] = False
+            _use(request)
         return hand_off
+
+    def _common(self, request: Request, hand_off: HandOff) -> HandOff:
+        """The hand-off of a kept request, cut to what the request has in common with it."""
+        if not hand_off.remote_prompt:  # compared before
+            return hand_off
+        num_kept = hand_off.remote_num_tokens
+        common = self._prompts.num_common(request, hand_off, num_handed_over(request.num_prompt_tokens))
+        if self._exact and common != num_kept:
+            common = 0
+        logger.debug("request %s: the first %d tokens of %s that were kept are its own", request.request_id, common, num_kept)
+        cut: dict[str, Any] = {"remote_num_tokens": common, "remote_prompt": "", "remote_beginnings": ""}
+        if (part := HandOff.part(request.kv_transfer_params)) is not None:
+            part.update(cut)
+        return msgspec.structs.replace(hand_off, **cut)
 
     def _num_loadable(self, request: Request, hand_off: HandOff, num_computed: int) -> int:
         """The leading prompt tokens whose state can be loaded. A window or a recurrent state is that of one token only.
@@ -399,6 +441,7 @@ class SchedulerHalf:
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._leases.update(report.leases)
+            self.keeper.end(report.ended)
         for req_id in output.finished_recving or ():
             self._loading.pop(req_id, None)
             if self._leases[req_id] > 0:
@@ -414,23 +457,26 @@ class SchedulerHalf:
         logger.warning("request %s: %d blocks are held until prefill cannot write them any more", req_id, len(blocks))
 
     def _touch(self, req_id: str) -> list[Any]:
-        """The blocks of a request, which nobody else gets until `_give_back`."""
         assert self._manager is not None
-        groups = self._manager.get_blocks(req_id).blocks
-        blocks = [block for group in groups for block in group if not block.is_null]
-        self._manager.block_pool.touch(blocks)
-        return blocks
+        return touch(self._manager, req_id)
 
     def _give_back(self, blocks: list[Any] | None) -> None:
         if blocks:
             assert self._manager is not None
-            self._manager.block_pool.free_blocks(reversed(blocks))
+            give_back(self._manager, blocks)
 
 
 def _num_common(request: Request, hand_off: HandOff) -> int:
     """The leading prompt tokens whose state prefill hands over and decode does not compute in any case."""
     most = num_handed_over(request.num_prompt_tokens)
     return most if hand_off.remote_num_tokens is None else min(hand_off.remote_num_tokens, most)
+
+
+def _use(request: Request) -> None:
+    """Its hand-off is used."""
+    part = HandOff.part(request.kv_transfer_params)
+    if part is not None:
+        part["do_remote_prefill"] = False
 
 
 def _transfer(hand_off: HandOff) -> tuple[str, int]:

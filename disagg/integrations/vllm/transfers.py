@@ -27,8 +27,8 @@ class TransferResults:
 
 @dataclass(eq=False)
 class Send:
-    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end.
-    `lease` is that of a send that has ended: a copy may still read the blocks.
+    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end; of one
+    that `is_kept` the scheduler half does. `lease` is that of a send that has ended: a copy may still read the blocks.
     """
 
     req_id: str
@@ -36,14 +36,18 @@ class Send:
     handle: Sender | None = None
     finished_s: float | None = None
     lease: Lease | None = None
+    is_kept: bool = False
 
 
 @dataclass(eq=False)
 class Receive:
-    """A request that this worker loads, or that the server has ended meanwhile."""
+    """A request of which this worker loads `num_tokens` tokens, the last of its first `stop`. `prompt` is the digest of these.
+    The server may have ended it meanwhile.
+    """
 
     req_id: str
     num_tokens: int
+    stop: int
     prompt: str
     handle: Receiver | None = None
     is_aborted: bool = False

@@ -82,8 +82,10 @@ class WorkerHalf:
         self._sends: dict[str, Send] = {}
         self._receives: dict[str, Receive] = {}
         self._results = TransferResults()
-        self._read: list[tuple[str, Lease]] = []
+        self._read: list[tuple[Send, Lease]] = []
         """Sends that have failed while a copy still reads their blocks."""
+        self._ended: Counter[str] = Counter()
+        """Requests that were kept and whose blocks are not read any more."""
         self._may_wait = False
         """Whether the last step has computed nothing, and reported nothing."""
         self._leases: Counter[str] = Counter()
@@ -166,7 +168,7 @@ class WorkerHalf:
         for hand_off in step.wanted:
             self._attempt(partial(self._want, hand_off), hand_off.remote_request_id)
         for load in step.loads:
-            self._receives[load.req_id] = receive = Receive(load.req_id, load.stop - load.start, load.prompt)
+            self._receives[load.req_id] = receive = Receive(load.req_id, load.stop - load.start, load.stop, load.prompt)
             if not self._attempt(partial(self._receive, load, receive), load.req_id):
                 self._end_receive(receive, ok=False)
 
@@ -181,6 +183,8 @@ class WorkerHalf:
         for req_id in step.held:
             if req_id not in step.aborts:
                 self._hold(req_id)
+        for req_id in step.kept:
+            self._hold(req_id, is_kept=True)
 
     def results(self, *, idle: bool) -> TransferResults:
         """The transfers that have ended since the last call."""
@@ -211,11 +215,12 @@ class WorkerHalf:
         return results
 
     def report(self) -> WorkerReport | None:
-        """Changes of the leases of failed loads, if any."""
+        """Changes of the leases of failed loads, and kept requests that have ended, if any."""
         while self._released:
             self._leases[self._released.popleft()] -= 1
         leases, self._leases = self._leases, Counter()
-        return WorkerReport(leases) if leases else None
+        ended, self._ended = self._ended, Counter()
+        return WorkerReport(leases, ended) if leases or ended else None
 
     def take_stats(self) -> TransferStats | None:
         """The statistics since the last call; `None` if there are none."""
@@ -246,22 +251,29 @@ class WorkerHalf:
         rows = self._rows(finish.blocks, start=0, incremental=False)
         self._sender(self._opened(finish)).finish(rows, payload=finish.payload, ready=ready)
 
-    def _hold(self, req_id: str) -> None:
-        """VLLM keeps the blocks of a request until its end is reported."""
-        send = self._sends.get(req_id)
-        if send is None or send.handle is None:  # it could not be opened
-            self._sends.pop(req_id, None)
-            self._results.finished_sending.add(req_id)
+    def _hold(self, req_id: str, *, is_kept: bool = False) -> None:
+        """The blocks of a request are held until its end is reported: by vLLM, or by the scheduler half if it is kept."""
+        send = self._sends.setdefault(req_id, Send(req_id, 0))
+        send.is_kept = is_kept
+        if send.handle is None:  # it could not be opened
+            del self._sends[req_id]
+            self._report_end(send)
             return
         send.finished_s = time.monotonic()
         self._report_read(send)
 
     def _report_read(self, send: Send) -> None:
-        """Report the end of a send once nothing reads its blocks, if vLLM waits for that."""
+        """Report the end of a send once nothing reads its blocks, if somebody waits for that."""
         if send.finished_s is not None and send.lease is not None:
             del self._sends[send.req_id]
-            self._read.append((send.req_id, send.lease))
+            self._read.append((send, send.lease))
             self._give_back_read()
+
+    def _report_end(self, send: Send) -> None:
+        if send.is_kept:
+            self._ended[send.req_id] += 1
+        else:
+            self._results.finished_sending.add(send.req_id)
 
     def _opened(self, part: Opening | Chunk | Finish) -> Send:
         """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away."""
@@ -288,10 +300,11 @@ class WorkerHalf:
         for send in self._sends.values():
             if send.finished_s is None or send.handle is None:
                 continue
+            hold_s = options.keep_s if send.is_kept else options.hold_s
             wanted_s = max(send.finished_s, send.handle.wanted_at or 0.0)
-            late_s = min(wanted_s + options.hold_s, send.finished_s + max(options.max_hold_s, options.hold_s))
+            late_s = min(wanted_s + hold_s, send.finished_s + max(options.max_hold_s, hold_s))
             if late_s < now:
-                reason = f"no decode server took it within {now - send.finished_s:.0f} s"
+                reason = f"no server took it within {now - send.finished_s:.0f} s"
                 send.finished_s = math.inf  # only once
                 send.handle.abort(reason)
 
@@ -326,12 +339,19 @@ class WorkerHalf:
     def _sent(self, send: Send, event: Event) -> None:
         if self._sends.get(send.req_id) is not send:
             return
+        if not event.ok and send.is_kept and (send.handle is None or send.handle.readers is None):
+            logger.debug("request %s: it is kept no more: %s", send.req_id, event.error)
+            self._end_send(send, event)
+            return
         self._stats.count_send(ok=event.ok)
         if not event.ok:
-            logger.warning("request %s: decode did not get its state: %s", send.req_id, event.error)
+            logger.warning("request %s: the other server did not get its state: %s", send.req_id, event.error)
         elif (backend := self._running().backend).transport != self._transport:
             self._transport = backend.transport
             logger.info("requests are written to decode by %s over %s", backend.name, self._transport)
+        self._end_send(send, event)
+
+    def _end_send(self, send: Send, event: Event) -> None:
         send.lease = event.lease
         self._report_read(send)
 
@@ -344,9 +364,12 @@ class WorkerHalf:
         """Report the ends of sends whose blocks are not read any more. What the engine can prove nothing about is reported too:
         decode takes nothing of it.
         """
-        ended = [req_id for req_id, lease in self._read if lease.state is not LeaseState.HELD]
-        self._read = [(req_id, lease) for req_id, lease in self._read if lease.state is LeaseState.HELD]
-        self._results.finished_sending.update(ended)
+        read, self._read = self._read, []
+        for send, lease in read:
+            if lease.state is LeaseState.HELD:
+                self._read.append((send, lease))
+            else:
+                self._report_end(send)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
@@ -476,7 +499,7 @@ def _check_prompt(receive: Receive, event: Event) -> None:
     told which one it is.
     """
     payload = Payload.decode(event.payload)
-    payload.check(payload.prompt, receive.prompt)
+    payload.check(payload.digest(receive.stop), receive.prompt)
 
 
 def _recorded_event() -> ReadyEvent:

@@ -93,6 +93,33 @@ def test_messages_of_vllms_own_proxies(servers: tuple[Server, Server, Server], k
     assert prefill.num_moved() == before[prefill]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_conversation_whose_state_comes_back(servers: tuple[Server, Server, Server], stream: bool) -> None:
+    """The proxy gives prefill what decode keeps of each turn. Here the servers cache no prefixes."""
+    prefill, decode, _ = servers
+    common: dict[str, Any] = {"model": "model", "user": f"conversation-{stream}"}
+    letters = json.load(post(decode, "/tokenize", {**common, "prompt": "abcdefghijklmnopqrstuvwxyz"}))["tokens"]
+    common |= {"temperature": 0, "max_completion_tokens": 80, "return_token_ids": True, "stream": stream}
+    messages: list[dict[str, str]] = []
+    before: list[int] = []
+    with Server.proxy(prefill, decode, "--keep").wait_ready() as proxy:
+        for number in range(4):
+            messages.append(
+                {"role": "user", "content": f"Turn {number}, {'stream' if stream else 'whole'}: " + "and then? " * 9}
+            )
+            body = {**common, "messages": messages, "allowed_token_ids": letters}
+            whole = json.load(post(decode, "/v1/chat/completions", {**body, "stream": False, "cache_salt": "alone"}))
+            moved = prefill.num_moved()
+            text, tokens = generated(post(proxy, "/v1/chat/completions", body), stream=stream)
+            assert (text, tokens) == (whole["choices"][0]["message"]["content"], whole["choices"][0]["token_ids"])
+            prompt = whole["prompt_token_ids"]
+            assert prompt[: len(before)] == before
+            assert prefill.num_moved() - moved == max(0, len(before) - 1), f"turn {number + 1}"
+            before = prompt + tokens
+            messages.append({"role": "assistant", "content": text})
+    assert prefill.metric("vllm:disagg_failed_loads_total") == 0, prefill.log()
+
+
 def test_warnings_of_the_library_are_in_the_servers_log(servers: tuple[Server, Server, Server]) -> None:
     """Those of the scheduler's process and those of a worker's."""
     _, decode, _ = servers

@@ -1,0 +1,224 @@
+"""Requests that have ended, and whose blocks this server keeps for another one that goes on with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request, RequestStatus
+
+from disagg.integrations.handoff import MAX_BEGINNINGS, Payload
+from disagg.integrations.options import Options
+from disagg.integrations.vllm.groups import Group, Kind, kind_of
+from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, HandOff, Place, StepMetadata
+from disagg.integrations.vllm.prompts import Prompts
+from disagg.manager import new_request_id
+
+logger = logging.getLogger(__name__)
+
+KINDS = frozenset({Kind.FULL, Kind.WINDOW, Kind.LATENT, Kind.STATE})
+"""What is kept. Other states were not tried at positions other than the end of a prompt."""
+
+
+def touch(manager: KVCacheManager, req_id: str) -> list[Any]:
+    """The blocks of a request, which nobody else gets until `give_back`."""
+    blocks = [block for group in manager.get_blocks(req_id).blocks for block in group if not block.is_null]
+    manager.block_pool.touch(blocks)
+    return blocks
+
+
+def give_back(manager: KVCacheManager, blocks: Sequence[Any]) -> None:
+    """Let vLLM have blocks again."""
+    manager.block_pool.free_blocks(reversed(blocks))
+
+
+@dataclass
+class Kept:
+    """One of them: its hand-over, vLLM's blocks of it, and how many ranks may still read them. `is_given_up`: nobody may take
+    it any more.
+    """
+
+    hand_off: HandOff
+    blocks: list[Any]
+    num_ranks: int
+    is_given_up: bool = False
+
+
+class KeptRequests:
+    """The requests that are kept, at most `max_blocks` blocks of them. A block that several have counts for each.
+
+    Nothing here frees a block: `end` returns those of the requests that all ranks have ended.
+    """
+
+    def __init__(self, *, max_blocks: int, num_ranks: int) -> None:
+        self._max_blocks, self._num_ranks = max_blocks, num_ranks
+        self._requests: dict[str, Kept] = {}
+        """By vLLM's ids, the oldest first."""
+
+    def reason_against(self, hand_off_id: str, num_blocks: int) -> str:
+        """Why a request cannot be kept; empty if it can."""
+        if num_blocks > self._max_blocks:
+            return f"expected at most {self._max_blocks} blocks (kept_share), found {num_blocks}"
+        if any(kept.hand_off.remote_request_id == hand_off_id for kept in self._requests.values()):
+            return f"another request is kept by the id {hand_off_id}"
+        return ""
+
+    def add(self, req_id: str, hand_off: HandOff, blocks: list[Any]) -> list[HandOff]:
+        """Keep a request. Returns those that are given up for it."""
+        ended = self.give_up(len(blocks) + self._count(given_up=False) - self._max_blocks)
+        self._requests[req_id] = Kept(hand_off, blocks, self._num_ranks)
+        return ended
+
+    def find(self, hand_off_id: str) -> HandOff | None:
+        """A request that is kept, by the id of its hand-over."""
+        for kept in self._requests.values():
+            if kept.hand_off.remote_request_id == hand_off_id and not kept.is_given_up:
+                return kept.hand_off
+        return None
+
+    def give_up(self, num_blocks: int) -> list[HandOff]:
+        """Give up the oldest requests, until they have so many blocks or none is left. Returns them."""
+        ended = []
+        for kept in self._requests.values():
+            if num_blocks <= 0:
+                break
+            if not kept.is_given_up:
+                kept.is_given_up = True
+                num_blocks -= len(kept.blocks)
+                ended.append(kept.hand_off)
+        return ended
+
+    def make_free(self, num_blocks: int, *, num_free: int) -> list[HandOff]:
+        """Give up requests so that so many blocks become free, where `num_free` are. Returns them."""
+        return self.give_up(num_blocks - num_free - self._count(given_up=True))
+
+    def end(self, ended: Mapping[str, int]) -> Iterator[list[Any]]:
+        """Forget the requests that no rank needs any more, by how many ranks have ended each. Returns their blocks."""
+        for req_id, num_ranks in ended.items():
+            kept = self._requests.get(req_id)
+            if kept is not None:
+                kept.num_ranks -= num_ranks
+                if kept.num_ranks <= 0:
+                    yield self._requests.pop(req_id).blocks
+
+    def _count(self, *, given_up: bool) -> int:
+        return sum(len(kept.blocks) for kept in self._requests.values() if kept.is_given_up is given_up)
+
+
+class Keeper:
+    """Keeps requests of this server, whose KV cache has these `groups`. `prompts` digests its requests."""
+
+    def __init__(
+        self, config: VllmConfig, groups: Sequence[Group], prompts: Prompts, options: Options, manager: KVCacheManager
+    ) -> None:
+        self._groups, self._prompts, self._options, self._manager = groups, prompts, options, manager
+        self._is_exact = not all(group.is_incremental for group in groups)
+        self._has_states = any(group.kind is Kind.STATE for group in groups)
+        self._reason = _reason_against(config, groups, has_states=self._has_states)
+        max_blocks = int(options.kept_share * manager.block_pool.num_gpu_blocks)
+        self._requests = KeptRequests(max_blocks=max_blocks, num_ranks=config.parallel_config.world_size)
+
+    def keep(self, request: Request, blocks: BlockIds, place: Place, step: StepMetadata) -> dict[str, Any] | None:
+        """Keep a request that has ended and was not aborted, if it says so (`keep`). Returns `kv_transfer_params` for its
+        answer, unless the proxy has named the hand-over, and asks for it later. The workers get all of it in `step`.
+        """
+        given = (request.kv_transfer_params or {}).get("keep")
+        if not given or request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            return None
+        num_tokens = request.num_tokens - 1  # the last one was drawn, and not computed
+        request_id = new_request_id().hex() if given is True else str(given)
+        num_blocks = sum(len(ids) for ids in blocks)
+        reason = self._reason or self._problem(request, blocks, num_tokens) or _problem_of_id(request_id)
+        if reason := reason or self._requests.reason_against(request_id, num_blocks):
+            logger.warning("request %s: it is not kept: %s", request.request_id, reason)
+            return None
+        digests = [] if self._is_exact else [digest for _, digest in self._prompts.beginnings(request, num_tokens)]
+        hand_off = HandOff(
+            **msgspec.structs.asdict(place),
+            remote_request_id=request_id,
+            remote_num_tokens=num_tokens,
+            remote_prompt=self._prompts.digest(request, num_tokens),
+            remote_beginnings="".join(digests[:MAX_BEGINNINGS]),
+            remote_keep_s=self._options.keep_s,
+        )
+        held = touch(self._manager, request.request_id)
+        step.given_up += [each.request_id for each in self._requests.add(request.request_id, hand_off, held)]
+        self._send(request.request_id, hand_off, blocks, step)
+        return {"kept": hand_off.params()} if given is True else None
+
+    def answer(self, request: Request) -> dict[str, Any] | None:
+        """The answer to a request that asks for a hand-over (`kept_request_id`): what `keep` has returned, while it is kept."""
+        hand_off = self._requests.find(str((request.kv_transfer_params or {}).get("kept_request_id", "")))
+        return None if hand_off is None else {"kept": hand_off.params()}
+
+    def make_room(self, num_tokens: int, step: StepMetadata, *, num_requests: int = 1) -> None:
+        """Give up requests if blocks for `num_requests` others, with `num_tokens` more tokens each, are not free otherwise."""
+        num_blocks = num_requests * sum(-(-num_tokens // group.block_size) + group.num_scratch for group in self._groups)
+        num_free = self._manager.block_pool.get_num_free_blocks()
+        step.given_up += [each.request_id for each in self._requests.make_free(num_blocks, num_free=num_free)]
+
+    def end(self, ended: Mapping[str, int]) -> None:
+        """Give blocks back that the workers need no more."""
+        for blocks in self._requests.end(ended):
+            give_back(self._manager, blocks)
+
+    def _problem(self, request: Request, blocks: BlockIds, num_tokens: int) -> str:
+        """Why the state of the first `num_tokens` tokens is not whole; empty if it is."""
+        if request.prompt_embeds is not None:
+            return "prompts of embeddings cannot be compared with longer ones"
+        if not self._prompts.is_known(request):
+            return "its adapter is still being read"
+        if not 0 < num_tokens <= request.num_computed_tokens:
+            return f"expected the state of {num_tokens} tokens, found that of {request.num_computed_tokens}"
+        if self._has_states and request.num_computed_tokens != num_tokens:
+            return "a step that was under way when the answer ended changes its recurrent state (asynchronous scheduling)"
+        for group, ids in zip(self._groups, blocks, strict=True):
+            start, stop = group.needed(0, num_tokens)
+            needed = group.covering(ids, start, stop)
+            if group.kind is not Kind.STATE and (not all(needed) or len(ids) * group.block_size < stop):
+                return f"vLLM has freed blocks of KV cache group {group.index}"
+        return ""
+
+    def _send(self, req_id: str, hand_off: HandOff, blocks: BlockIds, step: StepMetadata) -> None:
+        """Let the workers send a request to whoever reserves it."""
+        num_tokens, prompt = hand_off.remote_num_tokens or 0, hand_off.remote_prompt
+        payload = Payload(
+            engine=ENGINE,
+            num_tokens=num_tokens,
+            prompt=prompt,
+            whole_prompt=prompt,
+            beginnings=bytes.fromhex(hand_off.remote_beginnings),
+        )
+        if any(group.is_incremental for group in self._groups):
+            chosen = tuple(group.covering(ids, 0, num_tokens) for group, ids in zip(self._groups, blocks, strict=True))
+            step.chunks.append(Chunk(req_id, hand_off.request_id, 0, chosen, 0, num_tokens))
+        step.finishes.append(Finish(req_id, hand_off.request_id, 0, blocks, payload.encode()))
+        step.kept.append(req_id)
+
+
+def _reason_against(config: VllmConfig, groups: Sequence[Group], *, has_states: bool) -> str:
+    """Why this server keeps no request; empty if it does."""
+    others = sorted({kind.value for group in groups for kind in _kinds(group) - KINDS})
+    if others:
+        return f"states of kind {', '.join(others)} were not tried after an answer"
+    if has_states and config.speculative_config is not None:
+        return "with speculative decoding a recurrent state may be of tokens that were rejected"
+    if has_states and config.cache_config.mamba_cache_mode != "none":
+        return f"recurrent states in blocks of a prefix cache (mamba_cache_mode {config.cache_config.mamba_cache_mode!r})"
+    return ""
+
+
+def _kinds(group: Group) -> set[Kind]:
+    return {kind_of(spec, name) for name, spec in group.specs.items()}
+
+
+def _problem_of_id(request_id: str) -> str:
+    """Why an id cannot be that of a hand-over; empty if it can."""
+    if len(request_id) == 32 and not set(request_id) - set("0123456789abcdef"):
+        return ""
+    return f"keep: expected true or 32 hexadecimal digits, found {request_id!r:.100}"

@@ -1,0 +1,278 @@
+"""Requests that a server keeps after its answer, and another one goes on with: every answer is that of one engine alone."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.integrations.vllm.kept import KeptRequests
+from disagg.integrations.vllm.metadata import HandOff
+from harness.vllm.engine import PREFILL, Answer, Engine
+from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty
+
+KEEP = {"keep": True}
+NUM_TURNS = 8
+BEGINNING = 64
+"""Tokens between two digests: a history that was edited is taken up to the last one before the edit."""
+
+Start = Callable[..., Engine]
+
+
+def kept(answer: Answer) -> dict[str, Any]:
+    """The hand-over of a request that was kept."""
+    assert answer.params is not None
+    return dict(answer.params["kept"])
+
+
+def turn(prefill: Engine, decode: Engine, prompt: list[int], given: dict[str, Any], **wanted: Any) -> tuple[Answer, Answer]:
+    """Prefill's and decode's answers to a prompt. Prefill is given what was kept of the turn before."""
+    params = {**PREFILL, **({"kept": given} if given else {})}
+    (first,) = prefill.generate([prompt], params=params)
+    assert first.params is not None
+    (answer,) = decode.generate([prompt], params={**first.params, **KEEP}, **wanted)
+    return first, answer
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("llama", {"block_size": 32}, {"block_size": 64, "tensor_parallel_size": 2}),
+    "dense, TP 2 to 1": ("llama", {"block_size": 64, "tensor_parallel_size": 2}, {"block_size": 32}),
+    "windows": ("gemma3", {"block_size": 64, "tensor_parallel_size": 2}, {"block_size": 32}),
+    "windows only": ("mistral", {"block_size": 32}, {"block_size": 64}),
+    "latent": ("deepseek-v2", {"block_size": 16}, {"block_size": 32}),
+    "recurrent": ("falcon-h1", {"block_size": 64}, {"block_size": 128, "tensor_parallel_size": 2}),
+    "recurrent, TP 1 to 1": ("falcon-h1", {"block_size": 128}, {"block_size": 64}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_conversation(case: str, start: Start) -> None:
+    """Eight turns. Decode's answers end by their length or by a stop token in turn, and prefill takes them with the next."""
+    model, of_prefill, of_decode = CASES[case]
+    prefill, decode = start(model, **of_prefill), start(model, **of_decode)
+    prefill.wait_ready()
+    decode.wait_ready()
+    history: list[int] = []
+    given: dict[str, Any] = {}
+    num_state = 0
+    for number, text in enumerate(prompts((70, 40, 9, 100, 1, 64, 200, 33), seed=7)):
+        prompt = history + text
+        (alone,) = decode.generate([prompt], max_tokens=20)
+        stop = alone.tokens[11:12] if number % 2 else []
+        (expected,) = decode.generate([prompt], max_tokens=20, stop=stop)
+        assert (expected.finish_reason == "stop") is bool(stop)
+        first, answer = turn(prefill, decode, prompt, given, max_tokens=20, stop=stop)
+        check_equal([expected], [answer])
+        assert num_external([first, answer]) == [num_state, len(prompt) - 1], f"turn {number + 1}"
+        history, given, num_state = prompt + answer.tokens, kept(answer), len(prompt) + len(answer.tokens) - 1
+        assert given["remote_num_tokens"] == num_state
+    decode.generate([[1, 2, 3]], params={"abort_request_id": given["remote_request_id"]}, max_tokens=3)
+    wait_free(decode)
+    wait_empty(prefill)
+    assert decode.counts["failed_sends"] == prefill.counts["failed_loads"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_answers_with_drafts(name: str, start: Start, model: Callable[[str], Path]) -> None:
+    """Answers end at each place within the drafts of a step. The draft of `llama` is the model itself, and always accepted."""
+    draft: dict[str, Any] = {"method": "draft_model", "model": str(model("llama")), "num_speculative_tokens": 3}
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prefill = start(name, block_size=32)
+    decode = start(name, block_size=64, speculative_config=draft if name == "llama" else ngram)
+    (beginning, tail) = prompts((30, 20), seed=15)
+    prompt, num_kept = beginning * 5, 0
+    (alone,) = prefill.wait_ready().generate([prompt], max_tokens=24)
+    decode.wait_ready()
+    for place in range(4, 12):
+        by_stop = place % 2 and alone.tokens[place] not in alone.tokens[:place]
+        wanted = {"max_tokens": 24, "stop": [alone.tokens[place]]} if by_stop else {"max_tokens": place + 1}
+        (answer,) = decode.generate([prompt], params=KEEP, **wanted)
+        assert answer.tokens == alone.tokens[: place + 1]
+        later = [*prompt, *answer.tokens, *tail]
+        given = kept(answer) if answer.params else {}
+        (found,) = prefill.generate([later], params={"kept": given}, max_tokens=6)
+        assert found.num_external == (len(prompt) + place if given else 0)
+        check_equal(prefill.generate([later], max_tokens=6), [found])
+        num_kept += bool(given)
+    assert num_kept >= 4
+    assert decode.counts["accepted"] > 0 or name == "gemma3"  # whose drafts are rejected
+
+
+def edited(tokens: list[int], at: int) -> list[int]:
+    return [*tokens[:at], (tokens[at] + 1) % 250, *tokens[at + 1 :]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_edited_histories_and_caches(name: str, start: Start) -> None:
+    """Prefill takes the longest common beginning, less what its own cache has, and of windows all or nothing. What both caches
+    have afterwards is true.
+    """
+    options = {"enable_prefix_caching": True}
+    prefill, decode = start(name, block_size=32, **options), start(name, block_size=64, **options)
+    prefill.wait_ready()
+    decode.wait_ready()
+    text, tail = prompts((300, 50), seed=9)
+    (before,) = decode.generate([text], params=KEEP, max_tokens=40)
+    history = text + before.tokens  # 340 tokens, 339 of them with state
+    given = kept(before)
+    whole = [*history, *tail]
+    stripped = [*text[:200], *text[250:], *before.tokens, *tail]
+    for number, (prompt, expected) in enumerate([
+        (whole, 339),
+        (history, 339),
+        (history[:-1], 320),  # the last token is computed
+        (edited(whole, 338), 320),
+        (edited(whole, 320), 320),
+        (edited(whole, 319), 256),
+        (stripped, 192),
+        (edited(whole, 10), 0),
+    ]):  # fmt: skip
+        salted = {"cache_salt": f"{number}"}
+        (before,) = decode.generate([text], params=KEEP, max_tokens=40, **salted)
+        given = kept(before)
+        common = expected if name == "llama" or prompt is whole else 0
+        (first,) = prefill.generate([prompt], params={**PREFILL, "kept": given}, **salted)
+        assert first.num_external == common, f"case {number}"
+        (answer,) = decode.generate([prompt], params=first.params, max_tokens=6, **salted)
+        alone = {"cache_salt": f"alone {number}"}
+        check_equal(decode.generate([prompt], max_tokens=6, **alone), [answer])
+        for engine in (prefill, decode):  # what their caches have now
+            (again,) = engine.generate([prompt], max_tokens=6, **salted)
+            check_equal([answer], [again])
+            assert again.num_local > 0
+    (before,) = decode.generate([text], params=KEEP, max_tokens=40)
+    prefill.generate([text], max_tokens=1)
+    (first,) = prefill.generate([whole], params={**PREFILL, "kept": kept(before)})
+    assert first.num_local + first.num_external == 339
+    assert first.num_local >= 256
+    decode.generate([whole], params=first.params, max_tokens=1)
+    decode.settle()
+    prefill.settle()
+    wait_free(decode)
+    wait_empty(prefill)
+
+
+def test_takers_expiry_and_bounds(start: Start) -> None:
+    """Decode servers take from each other. Of two takers one gets it. Blocks are free if a request has expired, if its taker
+    dies, or if others need them.
+    """
+    first = start(block_size=32, blocks=64, extra={"keep_s": 4.0, "kept_share": 0.5})
+    second, third = start(block_size=64), start(block_size=32, tensor_parallel_size=2)
+    for engine in (first, second, third):
+        engine.wait_ready()
+    text, tail, other = prompts((300, 20, 9), seed=11)
+    (before,) = first.generate([text], params=KEEP, max_tokens=10)
+    whole = [*text, *before.tokens, *tail]
+    (alone,) = second.generate([whole])
+    asked = {"kept": kept(before)}
+    answers = [*second.generate([whole], params=asked), *third.generate([whole], params=asked)]
+    check_equal([alone, alone], answers)
+    assert num_external(answers) == [309, 0]  # vLLM counts loads that have not failed
+    assert third.counts["failed_loads"] == 2
+
+    wait_free(first)
+    (before,) = first.generate([text], params={"keep": "0123456789abcdef" * 2}, max_tokens=10)
+    assert before.params is None
+    assert first.num_free_blocks() < 63
+    (told,) = first.generate([other[:1]], params={"kept_request_id": "0123456789abcdef" * 2}, max_tokens=1)
+    (of_itself,) = first.generate([whole], params=told.params)  # its own cache has it, if it has one
+    check_equal([alone], [of_itself])
+    (told,) = first.generate([other[:1]], params={"kept_request_id": "0123456789abcdef" * 2}, max_tokens=1)
+    assert told.params is None
+
+    (expired,) = first.generate([text], params=KEEP, max_tokens=10)
+    assert first.num_free_blocks() < 63
+    time.sleep(4.5)
+    wait_free(first)
+    check_equal([alone], second.generate([whole], params=expired.params))
+
+    first.generate([text, *prompts((300, 300), seed=12)], params=KEEP, max_tokens=10)
+    held = first.num_free_blocks()
+    assert 63 - held <= 32  # half of them: the oldest is given up
+    (large,) = prompts((1500,), seed=13)
+    (answer,) = first.generate([large], max_tokens=3)  # needs blocks of the others
+    check_equal(second.generate([large], max_tokens=3), [answer])
+    wait_free(first)
+
+    (before,) = first.generate([text], params=KEEP, max_tokens=10)
+    failed = first.counts["failed_sends"]  # one that expires is none
+    first.signal(signal.SIGSTOP)
+    second.add(whole, params=before.params)
+    time.sleep(1.0)  # it has reserved
+    second.kill()
+    first.signal(signal.SIGCONT)
+    wait_free(first)
+    assert first.counts["failed_sends"] == failed + 1
+
+
+def wait_free(engine: Engine) -> None:
+    """Wait until nothing is kept. An engine without requests does not look."""
+    until = time.monotonic() + 10
+    while engine.num_free_blocks() < engine.num_blocks - 1:
+        assert time.monotonic() < until
+        engine.generate([[1, 2, 3]], max_tokens=3)
+
+
+def test_what_is_not_kept(start: Start) -> None:
+    """Aborted requests, ids that cannot be, and more blocks than the share."""
+    engine = start(block_size=32, blocks=64, extra={"kept_share": 0.1}).wait_ready()
+    text, short = prompts((300, 40), seed=14)
+    running = engine.add(short, params=KEEP, max_tokens=500)
+    while not engine.answers[running].tokens:
+        engine.poll(0.05)
+    engine.abort(running)
+    for prompt, keep in ((text, True), (short, "abc"), (short, 7)):
+        (answer,) = engine.generate([prompt], params={"keep": keep}, max_tokens=4)
+        assert answer.params is None
+    wait_empty(engine)
+
+
+def test_kept_requests_are_bounded() -> None:
+    """Whatever comes: those that may be taken are within the bound, the newest last, and every block comes back once."""
+    choose = random.Random(5)
+    kept = KeptRequests(max_blocks=20, num_ranks=2)
+    open_: dict[str, tuple[HandOff, int]] = {}
+    reports: dict[str, int] = {}
+    blocks_out: set[int] = set()
+    numbers = iter(range(1 << 20))
+    for step in range(3000):
+        count, name = choose.randint(1, 25), f"{step:032x}"
+        given_up = []
+        match choose.randrange(4):
+            case 0 | 1:
+                hand_off = HandOff(remote_engine_id="e", remote_address="a", remote_request_id=name)
+                reason = kept.reason_against(name, count)
+                assert bool(reason) is (count > 20)
+                if not reason:
+                    blocks = [next(numbers) for _ in range(count)]
+                    blocks_out.update(blocks)
+                    given_up = kept.add(name, hand_off, blocks)
+                    reports[name] = 0
+                    open_[name] = hand_off, count
+                    assert kept.reason_against(name, 1).startswith("another request")
+            case 2:
+                given_up = kept.give_up(choose.randint(-3, 30))
+            case _:
+                ended = dict.fromkeys(choose.sample(sorted(reports), min(3, len(reports))), 1)
+                for name in ended:
+                    reports[name] += 1
+                    if reports[name] == 2:
+                        del reports[name]
+                        open_.pop(name, None)
+                found = [block for blocks in kept.end({**ended, "unknown": 1}) for block in blocks]
+                assert blocks_out.issuperset(found)
+                blocks_out.difference_update(found)
+        assert [each.remote_request_id for each in given_up] == list(open_)[: len(given_up)]  # the oldest
+        for each in given_up:
+            del open_[each.remote_request_id]
+        assert sum(count for _, count in open_.values()) <= 20
+        assert all(kept.find(name) is hand_off for name, (hand_off, _) in open_.items())
+        assert all(kept.find(each.remote_request_id) is None for each in given_up)
+    for blocks in kept.end(dict.fromkeys(reports, 2)):
+        blocks_out.difference_update(blocks)
+    assert not blocks_out
