@@ -230,8 +230,8 @@ class PeerConnection:
 
 @dataclass
 class PeerInstance:
-    """A peer. One that is not configured for good is forgotten at `forget_at`. `wanted`: its ranks that this one connects to, once
-    they are known. `members`: those of them that its leader names, by address; others are not taken before `members_at`.
+    """A peer. One that is not configured for good is forgotten at `forget_at`. `wanted`: its ranks that this one connects to,
+    once they are known. `members`: those of them that its leader names, by address; others are not taken before `members_at`.
     `admitted`: nobody but itself has named it. Any thread may read the properties.
     """
 
