@@ -1,0 +1,229 @@
+"""The connector in vLLM's scheduler, step by step and without workers: which blocks are kept, found by others, and free."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from disagg import new_request_id
+from disagg.integrations.vllm.metadata import RankAddress, StepMetadata
+
+BLOCK = 32
+NUMBERS = itertools.count()
+PREFILL = {"do_remote_decode": True}
+
+
+@dataclass
+class Server:
+    """VLLM's scheduler with the connector. Its workers compute what a step has, and do of transfers what they are told."""
+
+    scheduler: Scheduler
+
+    def __post_init__(self) -> None:
+        address = RankAddress(engine_id="here", address="tcp://127.0.0.1:1", public_key=None, is_alone=True)
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): address})
+        self.num_blocks = self.num_free
+
+    @property
+    def num_free(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(self, num_tokens: int, params: Mapping[str, Any], *, max_tokens: int = 2, text: int = 0) -> Request:
+        request = Request(
+            request_id=f"request-{next(NUMBERS)}",
+            prompt_token_ids=[(text * 31 + at) % 251 for at in range(num_tokens)],
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, **done: set[str]) -> tuple[StepMetadata, dict[str, int], list[Any]]:
+        """One step, at whose end the workers report what is `done`. Returns what they were told, the number of tokens that they
+        computed of each request, and the outputs.
+        """
+        planned = self.scheduler.schedule()
+        names = list(planned.num_scheduled_tokens)
+        computed = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[[7]] * len(names),
+            kv_connector_output=KVConnectorOutput(**done) if done else None,
+        )
+        outputs = self.scheduler.update_from_output(planned, computed)
+        told = planned.kv_connector_metadata
+        assert isinstance(told, StepMetadata)
+        return told, planned.num_scheduled_tokens, [each for found in outputs.values() for each in found.outputs]
+
+    def num_found(self) -> int:
+        """How many blocks another request would find by their contents."""
+        return sum(block.block_hash is not None for block in self.scheduler.kv_cache_manager.block_pool.blocks)
+
+    def check_empty(self) -> None:
+        self.step()
+        assert not self.scheduler.requests
+        assert self.num_free == self.num_blocks
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def server(model: Callable[[str], Path]) -> Start:
+    """Makes a scheduler with so many blocks."""
+    init_none_hash(sha256)
+
+    def make(num_blocks: int = 64, policy: str = "recompute") -> Server:
+        config = EngineArgs(
+            model=str(model("llama")),
+            dtype="float32",
+            block_size=BLOCK,
+            max_model_len=1536,
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            skip_tokenizer_init=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="DisaggConnector",
+                kv_connector_module_path="disagg.integrations.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy=policy,
+            ),
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+        caches = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)],
+        )
+        made = Scheduler(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        return Server(made)
+
+    return make
+
+
+def handed_over() -> dict[str, Any]:
+    """The parameters of a request that another server prefills."""
+    where = {"remote_engine_id": "there", "remote_address": "tcp://127.0.0.1:2"}
+    return {"do_remote_prefill": True, **where, "remote_request_id": new_request_id().hex()}
+
+
+@pytest.mark.parametrize("num_tokens", [2, 20, 64, 80])
+@pytest.mark.parametrize("leaves", [False, True], ids=["decode takes it", "its client leaves"])
+def test_prefill_keeps_blocks_until_they_are_sent(server: Start, num_tokens: int, leaves: bool) -> None:
+    """The second time vLLM finds some of them in its cache. It ignores an abort of a request that has finished."""
+    prefill = server()
+    for _ in range(2):
+        request = prefill.add(num_tokens, PREFILL, max_tokens=5)
+        told, _, (output,) = prefill.step()
+        assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        assert output.kv_transfer_params["remote_num_tokens"] == num_tokens - 1
+        (chunk,), (finish,) = told.chunks, told.finishes
+        assert (chunk.start, chunk.stop) == (0, num_tokens - 1)
+        num_kept = -(-num_tokens // BLOCK)
+        assert [len(blocks) for blocks in finish.blocks] == [num_kept]
+        assert chunk.blocks[0] == finish.blocks[0][: -(-(num_tokens - 1) // BLOCK)]
+        if leaves:
+            prefill.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+        prefill.step()
+        assert prefill.num_free == prefill.num_blocks - num_kept
+        prefill.step(finished_sending={request.request_id})
+        prefill.check_empty()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 33, 64, 80])
+def test_blocks_are_found_once_they_are_loaded(server: Start, num_tokens: int) -> None:
+    """Decode computes the last prompt token, whether or not it fills a block."""
+    decode = server()
+    request = decode.add(num_tokens, handed_over())
+    told, computed, outputs = decode.step()
+    (load,) = told.loads
+    assert (load.req_id, load.start, load.stop) == (request.request_id, 0, num_tokens - 1)
+    assert not computed
+    assert not outputs
+    for _ in range(3):
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert decode.num_free == decode.num_blocks - -(-(num_tokens - 1) // BLOCK)
+        assert decode.num_found() == 0
+        told, computed, _ = decode.step()
+        assert (told.loads, computed) == ([], {})
+    decode.step(finished_recving={request.request_id})
+    _, computed, _ = decode.step()
+    assert computed == {request.request_id: 1}
+    assert decode.num_found() == num_tokens // BLOCK
+    decode.step()
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_nothing_is_found_of_a_load_that_failed(server: Start, policy: str) -> None:
+    decode = server(policy=policy)
+    request = decode.add(80, handed_over())
+    decode.step()
+    decode.step(finished_recving={request.request_id}, failed_recving={request.request_id})
+    assert decode.num_found() == 0
+    if policy == "fail":
+        assert request.status == RequestStatus.FINISHED_ERROR
+        decode.check_empty()
+        return
+    told, computed, _ = decode.step()
+    assert not told.loads
+    assert computed == {request.request_id: 80}
+    decode.step()
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    decode.check_empty()
+
+
+def test_blocks_of_a_load_are_kept_when_its_client_leaves(server: Start) -> None:
+    """Prefill may write them until the workers report the end of the load."""
+    decode = server()
+    request = decode.add(80, handed_over())
+    decode.step()
+    decode.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    told, *_ = decode.step()
+    assert told.aborts == [request.request_id]
+    decode.step()
+    assert decode.num_free == decode.num_blocks - 3
+    decode.step(finished_recving={request.request_id})
+    decode.check_empty()
+
+
+def test_loads_wait_for_room(server: Start) -> None:
+    """Seven blocks are free, and each of five requests needs three for its load and a fourth for its answer."""
+    decode = server(num_blocks=8)
+    waiting = [decode.add(90, handed_over(), max_tokens=8, text=number) for number in range(5)]
+    begun: list[str] = []
+    loading: set[str] = set()
+    for _ in range(100):
+        told, *_ = decode.step(finished_recving=loading)
+        loading = {load.req_id for load in told.loads}
+        begun += sorted(loading)
+        if all(request.is_finished() for request in waiting):
+            break
+    assert begun == [request.request_id for request in waiting]
+    assert all(request.num_output_tokens == 8 for request in waiting)
+    decode.check_empty()
