@@ -14,7 +14,7 @@ import pytest
 from disagg.integrations.vllm.kept import KeptRequests
 from disagg.integrations.vllm.metadata import HandOff
 from harness.vllm.engine import PREFILL, Answer, Engine
-from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty
+from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty, wait_waiting
 
 KEEP = {"keep": True}
 NUM_TURNS = 8
@@ -117,9 +117,8 @@ def test_edited_histories_and_caches(name: str, start: Start) -> None:
     prefill.wait_ready()
     decode.wait_ready()
     text, tail = prompts((300, 50), seed=9)
-    (before,) = decode.generate([text], params=KEEP, max_tokens=40)
+    (before,) = decode.generate([text], max_tokens=40)
     history = text + before.tokens  # 340 tokens, 339 of them with state
-    given = kept(before)
     whole = [*history, *tail]
     stripped = [*text[:200], *text[250:], *before.tokens, *tail]
     for number, (prompt, expected) in enumerate([
@@ -161,7 +160,7 @@ def test_takers_expiry_and_bounds(start: Start) -> None:
     """Decode servers take from each other. Of two takers one gets it. Blocks are free if a request has expired, if its taker
     dies, or if others need them.
     """
-    first = start(block_size=32, blocks=64, extra={"keep_s": 4.0, "kept_share": 0.5})
+    first = start(block_size=32, blocks=64, extra={"keep_s": 8.0, "kept_share": 0.5})
     second, third = start(block_size=64), start(block_size=32, tensor_parallel_size=2)
     for engine in (first, second, third):
         engine.wait_ready()
@@ -187,7 +186,7 @@ def test_takers_expiry_and_bounds(start: Start) -> None:
 
     (expired,) = first.generate([text], params=KEEP, max_tokens=10)
     assert first.num_free_blocks() < 63
-    time.sleep(4.5)
+    time.sleep(8.5)
     wait_free(first)
     check_equal([alone], second.generate([whole], params=expired.params))
 
@@ -203,7 +202,8 @@ def test_takers_expiry_and_bounds(start: Start) -> None:
     failed = first.counts["failed_sends"]  # one that expires is none
     first.signal(signal.SIGSTOP)
     second.add(whole, params=before.params)
-    time.sleep(1.0)  # it has reserved
+    wait_waiting(second)
+    time.sleep(2.0)  # it has reserved
     second.kill()
     first.signal(signal.SIGCONT)
     wait_free(first)
