@@ -47,7 +47,7 @@ from disagg.runtime.accounting import Stats
 from disagg.runtime.calls import ReceiveCall, open_receiver, open_sender, tell
 from disagg.runtime.channel import Channel
 from disagg.runtime.directory import PeerStatus
-from disagg.runtime.health import Health, health_of, snapshot_of
+from disagg.runtime.health import Health, health_of, snapshot_of, unready
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.metrics_server import MetricsServer
@@ -95,8 +95,8 @@ class KVManager:
     Build managers after forking.
 
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`, and
-    the health at `/healthz` there, without authentication. With `tracing` each request has OpenTelemetry spans, by the
-    process's tracer provider.
+    there whether it lives at `/healthz` and whether it takes requests at `/readyz`, without authentication. With
+    `tracing` each request has OpenTelemetry spans, by the process's tracer provider.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
     """
@@ -433,6 +433,6 @@ def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:
         lambda: snapshot_of(runtime),
         lambda: {**build, "transport": runtime.backend.transport},  # known once there is a peer
     )
-    server = MetricsServer(metrics.registry, lambda: runtime.problem, host=host, port=port)
+    server = MetricsServer(metrics.registry, lambda: runtime.problem, lambda: unready(runtime), host=host, port=port)
     runtime.add_on_close(server.close)
     return server.url

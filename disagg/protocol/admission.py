@@ -23,6 +23,10 @@ asked again.
 """
 
 
+class NotConfigured(RemoteProtocolError):
+    """A hello comes from an instance that nobody has configured here, perhaps not yet."""
+
+
 class Admission:
     """Answers the hellos that reach one rank."""
 
@@ -72,6 +76,9 @@ class Admission:
                     return
                 if self._inbound.is_overtaken(connection, hello):
                     return
+        except NotConfigured as error:
+            self._reject(connection, str(error), final=False, field="instance")
+            return
         except RemoteProtocolError as error:
             self._reject(connection, str(error), final=False)
             return
@@ -111,7 +118,7 @@ class Admission:
         """
         peer = PeerRank(hello.instance, hello.rank)
         if hello.instance not in self._links.instances and not self._admit_unknown(hello, user, now):
-            raise RemoteProtocolError(f"peer {hello.instance!r} is not configured at {self._identity}")
+            raise NotConfigured(f"peer {hello.instance!r} is not configured at {self._identity}")
         instance = self._links.instances[hello.instance]
         if instance.public_key is not None and instance.public_key != user:
             raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self._identity}")
@@ -171,5 +178,5 @@ class Admission:
             link.greet_soon(now)
         self._links.arm(link)
 
-    def _reject(self, connection: bytes, reason: str, *, final: bool) -> None:
-        self._effects.append(ReplyOn(connection, Reject(field="hello", reason=reason[:4096], final=final)))
+    def _reject(self, connection: bytes, reason: str, *, final: bool, field: str = "hello") -> None:
+        self._effects.append(ReplyOn(connection, Reject(field=field, reason=reason[:4096], final=final)))

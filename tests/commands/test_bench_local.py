@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +24,7 @@ from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of, rows_needed
 from disagg.commands.keygen import write_pair
 from disagg.commands.rank.rank import RankConfig, ResidentRank
-from disagg.commands.rank.serve import Commands, serve
+from disagg.commands.rank.serve import Commands, Stop, serve
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.models import PRESETS, load_model
 from disagg.runtime.keys import KeyPair
@@ -297,11 +296,11 @@ def test_a_failed_command_leaves_the_rank_unchanged(commands: Commands) -> None:
 
 def test_a_rank_ends_on_request(model: str) -> None:
     config = RankConfig(role="decode", name="decode", model=model, side=Side(), backend="local", num_pages=4)
-    stop, lines = threading.Event(), list[str]()
-    stop.set()
+    stop, lines = Stop(), list[str]()
+    stop.end("this test says so", drain=True)
     serve(config, stop=stop, report=lines.append)
-    assert len(lines) == 1
     assert "address=tcp://127.0.0.1:" in lines[0]
+    assert lines[1:] == ["decode rank 0 of 1: ends: this test says so"]
 
 
 def test_a_driver_uses_running_ranks(model: str) -> None:
