@@ -136,7 +136,8 @@ def test_a_case_that_fails_costs_no_results_of_others(
     ended = CliRunner().invoke(command.bench, [*case, "--no-ceiling", *map(str, files)])
     assert ended.exit_code == status, ended.output
     assert [(row["tokens"], row["verified"]) for row in json.loads(json_file.read_text())] == [(20, True)]
-    assert [line.split()[4] for line in ended.stdout.splitlines() if line.startswith("local")] == ["20"]
+    first, _, _ = ended.stdout.partition("\n\n")
+    assert [line.split()[4] for line in first.splitlines() if line.startswith("local")] == ["20"]
     assert "1 case, 1 verified" in html.read_text()
     assert "<svg" in plot.read_text()
     assert json.loads(timeline.read_text())["traceEvents"]

@@ -177,13 +177,13 @@ def check_connected(cases: Sequence[Case]) -> None:
 def measure(cases: Sequence[Case], results: Results, *, connect: Sequence[str], latency: bool) -> None:
     """Run the cases, add their rows to `results`, and print these, also if a case fails."""
     about = Environment.here()
-    for sentence in () if connect else cautions(about, cases):
-        print(f"note: {sentence}", file=sys.stderr, flush=True)
     try:
         for row in run_cases(cases, connect=connect, runs=results.runs):
             results.rows.append(msgspec.structs.replace(row, environment=about))
     finally:
         if results.rows:
+            for sentence in () if connect else cautions(about, cases):
+                print(f"note: {sentence}", file=sys.stderr, flush=True)
             print_rows(results.rows, latency=latency)
 
 
