@@ -6,7 +6,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # One more than there are cores, because tests also wait for the processes that they start.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py scripts/sizes.py
+PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_blocks.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py scripts/sizes.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
 .PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
@@ -72,6 +72,9 @@ check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)
 	@echo "check: lint"; $(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE)
 	@echo "check: types"; $(BIN)/mypy --no-error-summary $(PYTHON_CODE)
+	@echo "check: types of the examples and of the pages' Python, as pyright sees them"; $(BIN)/python scripts/docs_blocks.py out/blocks
+	@$(BIN)/mypy --no-error-summary out/blocks/*.py
+	@$(BIN)/basedpyright --level error >out/pyright.log 2>&1 || { cat out/pyright.log; exit 1; }
 	@echo "check: direction of imports"; $(BIN)/lint-imports | grep -E 'KEPT|BROKEN|->|not allowed|Contracts:|rror'
 	@echo "check: long files, classes and functions (a hint for reviewers)"; $(BIN)/python scripts/sizes.py
 	@echo "check: format of C++"; $(BIN)/clang-format --dry-run -Werror $(CXX_CODE)

@@ -32,6 +32,7 @@ from disagg.core.rows import Pages, Slot
 from disagg.core.timeline import Timeline
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
+from disagg.layout.placement import Component
 from disagg.manager import KVManager, new_request_id
 from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.types import Event, Limits, RequestKey
@@ -45,6 +46,7 @@ from disagg.state.align import align_state_indices, group_concurrent_contiguous
 __all__ = [
     "BackendError",
     "BackendUnavailable",
+    "Component",
     "Config",
     "ConfigError",
     "ConnectionLimits",

@@ -32,7 +32,7 @@ class Ending:
             threading.Lock()
         )  # held until the request has ended; a `threading.Event` takes ten times as long to make
         self._pending.acquire()
-        self._callbacks: list[Callable[[Event], None]] = []
+        self._callbacks: list[Callable[[Event], object]] = []
 
     def end(self, event: Event) -> None:
         """The request has ended."""
@@ -69,7 +69,7 @@ class Ending:
         self.moments.take()
         return event
 
-    def on_end(self, callback: Callable[[Event], None]) -> None:
+    def on_end(self, callback: Callable[[Event], object]) -> None:
         """Call `callback` once with the event: in `wake`, or now if the request has ended. What it raises is logged."""
         self._callbacks.append(callback)
         if self.event is not None:

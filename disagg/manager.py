@@ -47,7 +47,7 @@ from disagg.runtime.accounting import Stats
 from disagg.runtime.calls import ReceiveCall, open_receiver, open_sender, tell
 from disagg.runtime.channel import Channel
 from disagg.runtime.directory import PeerStatus
-from disagg.runtime.health import Health, health_of, snapshot_of
+from disagg.runtime.health import Health, health_of, snapshot_of, unready
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.metrics_server import MetricsServer
@@ -95,8 +95,8 @@ class KVManager:
     Build managers after forking.
 
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`, and
-    the health at `/healthz` there, without authentication. With `tracing` each request has OpenTelemetry spans, by the
-    process's tracer provider.
+    there whether it lives at `/healthz` and whether it takes requests at `/readyz`, without authentication. With
+    `tracing` each request has OpenTelemetry spans, by the process's tracer provider.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
     """
@@ -187,7 +187,8 @@ class KVManager:
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def add_peer(self, name: str, *, address: str, public_key: str | None = None) -> None:
-        """Configure a peer instance by the control address of its leader. A new address or key replaces the old one.
+        """Configure the peer instance `name` by the control `address` of its leader, and with keys by its `public_key`
+        (40 characters of Z85). A new address or key replaces the old one.
 
         Raises `ConfigError` for a name, an address or a key that cannot be, and for the name or an address of this instance.
         """
@@ -261,8 +262,10 @@ class KVManager:
         tag: Any = None,
         label: str = "",
     ) -> Receiver:
-        """Reserve rows for a request that `peer`'s `group` will send. `need` gives, for each component of pages, the tokens
-        `[start, stop)` of the request that this rank needs. A slot is always needed whole.
+        """Reserve `rows` for a request that `peer`'s `group` will send. `need` gives, for each component of pages, the tokens
+        `[start, stop)` of the request that this rank needs. A slot is always needed whole. `request_id`, 16 bytes, is the same
+        on both sides, and `attempt` is new for each try. After `deadline_s` seconds the request fails with `RequestTimeout`.
+        Its event has the `tag`.
 
         A peer that is not ready is waited for, within the deadline (`None`: without one). An unknown peer is added, if its
         leader's `address` is given, with keys also its `public_key`. Such a peer is forgotten after it has been away for
@@ -303,6 +306,7 @@ class KVManager:
     ) -> Sender:
         """Serve a request to `peer`, whichever of its groups reserves it; with `peer=None` to the instance that reserves it
         first. With `attempt=None` the reservation says which attempt it is. Rows may be sent before or after the reserve.
+        `request_id`, `deadline_s`, `tag` and `label` are those of `receiver`; `deadline_s` counts from this call.
 
         Raises `LocalProtocolError` for an argument of the wrong type, and for an attempt that was used before.
         """
@@ -330,6 +334,7 @@ class KVManager:
         attempt: int = 0,
     ) -> None:
         """Tell `peer`'s `group` that this rank needs nothing of a request: its sender ends well, and its rows are released.
+        The arguments are those of `receiver`.
 
         Each rank that would have opened a receiver says so. It is sent once, when the peer is ready. Raises as `receiver` does.
         """
@@ -347,7 +352,8 @@ class KVManager:
         attempt: int = 0,
     ) -> None:
         """Tell `peer`'s `group` that this rank still wants a request for which it has no rows yet. `Sender.wanted_at` shows it:
-        the peer may keep the request for longer. It is sent once, when the peer is ready. Raises as `receiver` does.
+        the peer may keep the request for longer. It is sent once, when the peer is ready. The arguments are
+        those of `receiver`. Raises as `receiver` does.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)
@@ -382,7 +388,9 @@ class KVManager:
         return health_of(self._runtime)
 
     def drain(self, *, timeout_s: float) -> bool:
-        """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
+        """Take no new requests, and wait for those under way. Returns whether all have ended within
+        `timeout_s` seconds.
+        """
         check_process(self._runtime)
         return self._runtime.requests.drain(check_timeout(timeout_s))
 
@@ -425,6 +433,6 @@ def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:
         lambda: snapshot_of(runtime),
         lambda: {**build, "transport": runtime.backend.transport},  # known once there is a peer
     )
-    server = MetricsServer(metrics.registry, lambda: runtime.problem, host=host, port=port)
+    server = MetricsServer(metrics.registry, lambda: runtime.problem, lambda: unready(runtime), host=host, port=port)
     runtime.add_on_close(server.close)
     return server.url

@@ -203,7 +203,7 @@ class RequestHandle:
         """In the control thread."""
         raise NotImplementedError
 
-    def on_end(self, callback: Callable[[Event], None]) -> None:
+    def on_end(self, callback: Callable[[Event], object]) -> None:
         """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended. The event
         stays in the queue of `KVManager.events`.
 
@@ -319,7 +319,7 @@ class Sender(RequestHandle):
         layers: Sequence[int] | None = None,
         ready: ReadyEvent | None = None,
     ) -> None:
-        """Send rows: the tokens `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
+        """Send `rows`: `tokens` `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
         Returns at once. Raises `LocalProtocolError` for arguments of the wrong type, a component that was not declared, tokens

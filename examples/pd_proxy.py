@@ -680,7 +680,7 @@ def addresses(given: list[list[str]]) -> Iterator[str]:
 
 def main() -> None:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prefill", nargs="+", action="append", required=True, metavar="URL", help="servers that prefill")
     parser.add_argument("--decode", nargs="+", action="append", required=True, metavar="URL", help="servers that decode")
     parser.add_argument("--retry-s", type=float, default=30.0, metavar="SECONDS", help="how long to try a request again")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import os
 import platform
-import re
 import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from disagg.commands.bench.environment import cpu_name
 
 PACKAGES = (
     "disagg",
@@ -38,7 +39,7 @@ def conditions() -> dict[str, Any]:
     list of names, and their `driver`. `versions`: of `python` and of those of `PACKAGES` that are installed. `load`: the mean
     number of running processes in the last minute. Call this before the work, so that `load` is that of other programs.
     """
-    machine: dict[str, Any] = {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release()}
+    machine: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count(), "kernel": platform.release()}
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     if control.exists():
         machine["congestion_control"] = control.read_text().strip()
@@ -61,12 +62,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _cpu() -> str:
-    """The name of the processor, or of its architecture where the kernel names none."""
-    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found is not None else platform.machine()
 
 
 def _gpus() -> list[tuple[str, str]]:

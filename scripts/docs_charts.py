@@ -61,14 +61,14 @@ def rates(axes: Axes, rows: Sequence[Figures]) -> None:
 
 
 def answers(axes: Axes, figures: Figures) -> None:
-    """Right answers by the block sizes of both sides."""
+    """Correct answers by the block sizes of both sides."""
     for place, row in enumerate(sorted(figures["rows"], key=lambda row: (row["decode_block"], row["connector"]))):
         colour = (DISAGG if row["connector"] == "DisaggConnector" else NIXL)[1]
         bars = axes.bar(place, 100 * row["equal"] / row["asked"], color=colour)
         axes.bar_label(bars, [f"{row['equal']} of {row['asked']}"], fontsize=8)
     blocks = sorted({(row["prefill_block"], row["decode_block"]) for row in figures["rows"]})
     axes.set_xticks([0.5 + 2 * place for place in range(len(blocks))], [f"blocks {a} → {b}" for a, b in blocks])
-    axes.set(ylim=(0, 115), title="Right answers, %")
+    axes.set(ylim=(0, 115), title="Correct answers, %")
 
 
 def vllm(found: Mapping[str, Figures]) -> Figure:

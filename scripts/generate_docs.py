@@ -41,8 +41,8 @@ from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
 from scripts.docs_figures import (  # noqa: E402
     sglang_rows,
+    vllm_bullets,
     vllm_deaths,
-    vllm_figures,
     vllm_first_tokens,
     vllm_loads,
     vllm_recipes,
@@ -345,8 +345,8 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
         manager_settings, rank_settings, integration_settings, shaping_rows, limits,
         connection_states, receive_states, writer_states, send_states, messages,
         bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
-        command_line, sglang_recipes, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
-        vllm_recipes,
+        command_line, sglang_recipes, sglang_rows, vllm_bullets, vllm_deaths,
+        vllm_first_tokens, vllm_loads, vllm_recipes,
     )
 }  # fmt: skip
 

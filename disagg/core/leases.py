@@ -31,7 +31,7 @@ class Lease:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._status = LeaseState.HELD, ""
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._withdrawn = False
 
     @property
@@ -57,7 +57,7 @@ class Lease:
         """Whether the server has aborted the request. Its rows may hold those of another request from then on."""
         return self._withdrawn
 
-    def on_release(self, callback: Callable[[], None]) -> None:
+    def on_release(self, callback: Callable[[], object]) -> None:
         """Call `callback` once, when the rows are safe to reuse. If they already are, call it now, in this thread."""
         with self._lock:
             if not self.released:

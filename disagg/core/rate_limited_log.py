@@ -25,10 +25,15 @@ class RateLimitedLog:
         self._room = self._burst = WARNINGS_PER_S * 10
         self._last = time.monotonic()
         self._num_dropped = 0
+        self._begun: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def warning(self, text: str, *arguments: object) -> None:
-        """Log a warning, or count it as dropped."""
+    def warning(self, text: str, *arguments: object, after_s: float = 0.0) -> None:
+        """Log a warning, or count it as dropped. With `after_s` it is logged once it has been repeated for so long: until then
+        its cause may pass by itself.
+        """
         now = time.monotonic()
+        if after_s and not self._lasts(text % arguments, after_s, now):
+            return
         if self._repeat_s and self._is_repeated(text % arguments, now):
             return
         self._room = min(self._burst, self._room + (now - self._last) * WARNINGS_PER_S)
@@ -51,3 +56,11 @@ class RateLimitedLog:
         while len(self._logged_at) > MAX_REMEMBERED:
             self._logged_at.popitem(last=False)
         return False
+
+    def _lasts(self, said: str, after_s: float, now: float) -> bool:
+        """Whether this has been said for `after_s`, with breaks of at most three times that."""
+        begun, last = self._begun.pop(said, (now, now))
+        self._begun[said] = (begun if now - last <= 3 * after_s else now, now)
+        while len(self._begun) > MAX_REMEMBERED:
+            self._begun.popitem(last=False)
+        return now - self._begun[said][0] >= after_s

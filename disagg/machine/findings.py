@@ -79,6 +79,12 @@ class Machine:
             return ()
 
     @property
+    def load(self) -> float:
+        """The mean number of running processes in the last minute, for each core; 0 if it cannot be read."""
+        found = (self.read("proc/loadavg") or "0").split()
+        return float(found[0]) / (os.cpu_count() or 1)
+
+    @property
     def gpus(self) -> tuple[str, ...]:
         """The bus addresses of NVIDIA GPUs."""
         return self.entries("proc/driver/nvidia/gpus")

@@ -68,6 +68,10 @@ Raises as a `HelloAcceptor` does.
 """
 
 
+class NotConfigured(RemoteProtocolError):
+    """A hello comes from an instance that nobody has configured here, perhaps not yet."""
+
+
 class PeerTable:
     """Every connection of one rank, in both directions."""
 
@@ -290,6 +294,9 @@ class PeerTable:
                     return
                 if self._inbound.is_overtaken(connection, hello):
                     return
+        except NotConfigured as error:
+            self._reject(connection, str(error), final=False, field="instance")
+            return
         except RemoteProtocolError as error:
             self._reject(connection, str(error), final=False)
             return
@@ -329,7 +336,7 @@ class PeerTable:
         """
         peer = PeerRank(hello.instance, hello.rank)
         if hello.instance not in self.instances and not self._add_unknown(hello, user, now):
-            raise RemoteProtocolError(f"peer {hello.instance!r} is not configured at {self.identity}")
+            raise NotConfigured(f"peer {hello.instance!r} is not configured at {self.identity}")
         instance = self.instances[hello.instance]
         if instance.public_key is not None and instance.public_key != user:
             raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self.identity}")
@@ -387,8 +394,8 @@ class PeerTable:
             link.greet_soon(now)
         self._links.arm(link)
 
-    def _reject(self, connection: bytes, reason: str, *, final: bool) -> None:
-        self.effects.append(ReplyOn(connection, Reject(field="hello", reason=reason[:4096], final=final)))
+    def _reject(self, connection: bytes, reason: str, *, final: bool, field: str = "hello") -> None:
+        self.effects.append(ReplyOn(connection, Reject(field=field, reason=reason[:4096], final=final)))
 
     # -- connections that this rank opened ---------------------------------------------------------------------------
 

@@ -136,6 +136,10 @@ class Directory:
         """The instances that are configured, or were admitted."""
         return list(self._peers.instances)
 
+    def lasting(self) -> list[str]:
+        """The instances that are configured for good: neither admitted nor named by a request."""
+        return [name for name, each in list(self._peers.instances.items()) if each.forget_at == NEVER]
+
     def is_ready(self, name: str) -> bool:
         """Whether every rank of an instance that this one connects to is connected."""
         instance = None if name in self._changing else self._peers.instances.get(name)

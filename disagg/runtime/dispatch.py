@@ -66,6 +66,8 @@ from disagg.transfer.worker import TransferWorker
 
 logger = ThreadLog(__name__)
 
+NOT_CONFIGURED_S = 3.0
+"""How long a peer that is not configured here may ask before the log says so: both sides are seldom told at the same time."""
 SHORTAGE_S = 0.1
 """How long it is not asked again whether there are descriptors to connect with, once there were too few."""
 
@@ -227,7 +229,9 @@ class Dispatch:
             case ReplyOn(connection, message):
                 if isinstance(message, Reject) and not message.hello_first:
                     self.num_rejected_hellos += 1
-                    self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason)
+                    # An instance that is not configured yet is the usual start: it passes once `add_peer` is called here, too.
+                    after_s = NOT_CONFIGURED_S if message.field == "instance" else 0.0
+                    self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason, after_s=after_s)
                 self.channel.reply(connection, encode(message))
             case Unanswered(instance, address):
                 logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)

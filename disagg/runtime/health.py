@@ -66,6 +66,20 @@ def health_of(runtime: Runtime) -> Health:
     )
 
 
+def unready(runtime: Runtime) -> str:
+    """Why new requests should not be routed here; empty if they may be. A configured peer that is gone costs nothing while
+    another one is ready. Never blocks; any thread may call it.
+    """
+    if runtime.problem:
+        return runtime.problem
+    if runtime.requests.is_draining:
+        return "it takes no new requests: it is draining"
+    peers = runtime.directory.lasting()
+    if not peers or any(runtime.directory.is_ready(name) for name in peers):
+        return ""
+    return "no configured peer is ready: " + "; ".join(f"{name}: {runtime.directory.problem(name)}" for name in peers)
+
+
 def snapshot_of(runtime: Runtime) -> Snapshot:
     """What the metrics show now. Never blocks; called in a scraper's thread."""
     sessions, stats, dispatch = runtime.sessions, runtime.stats, runtime.dispatch

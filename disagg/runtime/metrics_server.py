@@ -1,4 +1,6 @@
-"""The HTTP server of one manager: `/metrics` for Prometheus, and `/healthz` for probes. One thread serves every connection."""
+"""The HTTP server of one manager: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes. One thread
+serves every connection.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,15 @@ _END = b"\r\n\r\n"
 
 
 class MetricsServer:
-    """Serves a registry at `http://host:port/metrics`, and at `/healthz` 200 `ok`, or 503 with what `problem` returns. There is
-    no authentication. Port 0 means any free port.
+    """Serves a registry at `http://host:port/metrics`, and at `/healthz` 200 `ok`, or 503 with what `problem` returns;
+    `/readyz` answers in the same way with `unready`. There is no authentication. Port 0 means any free port.
 
     Raises `ConfigError` if the address cannot be bound.
     """
 
-    def __init__(self, registry: CollectorRegistry, problem: Callable[[], str], *, host: str, port: int) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, problem: Callable[[], str], unready: Callable[[], str], *, host: str, port: int
+    ) -> None:
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
@@ -39,7 +43,7 @@ class MetricsServer:
             raise ConfigError(f"metrics: cannot listen at {host!r}, port {port}: {error}") from error
         self.url = f"http://{bracketed(host)}:{self._socket.getsockname()[1]}/metrics"
         self._metrics: Any = make_wsgi_app(registry)
-        self._problem = problem
+        self._probes = {"/healthz": problem, "/readyz": unready}
         self._connections: dict[asyncio.Task[None], None] = {}
         self._stop = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -97,17 +101,16 @@ class MetricsServer:
         try:
             if path == "/metrics":
                 return self._answer_metrics(method, query, rest)
-            if path == "/healthz":
-                return self._answer_health(method)
+            if path in self._probes:
+                return self._answer_probe(method, self._probes[path]())
         except Exception:
             logger.exception("metrics: %s could not be answered", path)
             return _response("500 Internal Server Error", [], b"")
-        return _response("404 Not Found", [], b"this server has /metrics and /healthz\n")
+        return _response("404 Not Found", [], b"this server has /metrics, /healthz and /readyz\n")
 
-    def _answer_health(self, method: str) -> bytes:
+    def _answer_probe(self, method: str, problem: str) -> bytes:
         if method not in ("GET", "HEAD"):
             return _response("405 Method Not Allowed", [("Allow", "GET, HEAD")], b"")
-        problem = self._problem()
         status = "503 Service Unavailable" if problem else "200 OK"
         response = _response(status, [], f"{problem or 'ok'}\n".encode(errors="replace"))
         return response if method == "GET" else response[: response.index(_END) + len(_END)]

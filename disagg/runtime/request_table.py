@@ -128,6 +128,11 @@ class RequestTable:
             with contextlib.suppress(BlockingIOError):  # nothing to read
                 os.eventfd_read(self._event_fd)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
         self._draining = True

@@ -1,11 +1,14 @@
-"""`disagg-bench --device-nic`, and the phases that it prints."""
+"""`disagg-bench --device-nic`, the phases that it prints, and its latency mode."""
 
 from __future__ import annotations
+
+import csv
+from pathlib import Path
 
 import pytest
 
 from disagg.commands.bench.fleet import rank_config
-from disagg.commands.bench.report import PHASES_TITLE
+from disagg.commands.bench.report import LATENCY_COLUMNS, PHASES_TITLE
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.core.timeline import PHASES
@@ -43,6 +46,24 @@ def test_the_phases_of_the_median_request_add_up_to_its_time(bench: Bench) -> No
     assert sum(row["phases"].values()) == pytest.approx(row["latency_ms"]["p50"] / 1e3)
     title, columns, measured = ended.out.splitlines()[-3:]
     assert title == PHASES_TITLE
-    assert columns.split() == ["prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all"]
-    assert measured.split()[3:6] == ["1", "0", "64"]
+    assert columns.split() == ["backend", "transport", "prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all"]
+    assert measured.split()[-12:-9] == ["1", "0", "64"]
+    assert measured.split()[0] == "local"
     assert float(measured.split()[-1]) == pytest.approx(row["latency_ms"]["p50"], abs=0.01)
+
+
+def test_latency_mode_prints_the_spread_and_measures_for_the_duration(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    ended = bench("--backend", "local", *SHORT, "--requests", "3", "--latency", "--duration", "0.2", "--csv", str(file))
+    assert ended.status == 0, ended.err
+    (row,) = ended.rows
+    assert row["repeat"] > 1
+    assert row["count"] == 3 * row["repeat"]
+    assert row["environment"]["cores"] > 0
+    assert row["ceiling_gbps"] is None
+    assert ended.out.splitlines()[0].split() == " ".join(LATENCY_COLUMNS).split()
+    (line,) = csv.DictReader(file.read_text().splitlines())
+    assert (
+        float(line["latency_ms.max"]) == row["latency_ms"]["max"] >= row["latency_ms"]["p99.9"] >= row["latency_ms"]["min"] > 0
+    )
+    assert bench("--backend", "local", *SHORT, "--latency", "--concurrency", "2").status == 2

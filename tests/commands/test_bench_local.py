@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +24,7 @@ from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of, rows_needed
 from disagg.commands.keygen import write_pair
 from disagg.commands.rank.rank import RankConfig, ResidentRank
-from disagg.commands.rank.serve import Commands, serve
+from disagg.commands.rank.serve import Commands, Stop, serve
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.models import PRESETS, load_model
 from disagg.runtime.keys import KeyPair
@@ -137,7 +136,8 @@ def test_a_case_that_fails_costs_no_results_of_others(
     ended = CliRunner().invoke(command.bench, [*case, "--no-ceiling", *map(str, files)])
     assert ended.exit_code == status, ended.output
     assert [(row["tokens"], row["verified"]) for row in json.loads(json_file.read_text())] == [(20, True)]
-    assert [line.split()[4] for line in ended.stdout.splitlines() if line.startswith("local")] == ["20"]
+    first, _, _ = ended.stdout.partition("\n\n")
+    assert [line.split()[4] for line in first.splitlines() if line.startswith("local")] == ["20"]
     assert "1 case, 1 verified" in html.read_text()
     assert "<svg" in plot.read_text()
     assert json.loads(timeline.read_text())["traceEvents"]
@@ -297,11 +297,11 @@ def test_a_failed_command_leaves_the_rank_unchanged(commands: Commands) -> None:
 
 def test_a_rank_ends_on_request(model: str) -> None:
     config = RankConfig(role="decode", name="decode", model=model, side=Side(), backend="local", num_pages=4)
-    stop, lines = threading.Event(), list[str]()
-    stop.set()
+    stop, lines = Stop(), list[str]()
+    stop.end("this test says so", drain=True)
     serve(config, stop=stop, report=lines.append)
-    assert len(lines) == 1
     assert "address=tcp://127.0.0.1:" in lines[0]
+    assert lines[1:] == ["decode rank 0 of 1: ends: this test says so"]
 
 
 def test_a_driver_uses_running_ranks(model: str) -> None:

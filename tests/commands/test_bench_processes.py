@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from disagg.commands.bench import processes
 from disagg.commands.bench.main import main
 from disagg.commands.bench.processes import RankDied, RankProcess, RankThread
 from disagg.commands.rank.rank import RankConfig
+from disagg.commands.rank.serve import Stop
 from disagg.models import load_model
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import BYTES_PER_TOKEN, ENGINES, Bench, said
@@ -159,9 +159,9 @@ CONFIG = RankConfig(role="prefill", model="tiny", backend="mooncake", driver="tc
 
 
 def test_a_rank_must_start_and_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serve(_: RankConfig, *, stop: threading.Event, report: Callable[[str], None]) -> None:
+    def serve(_: RankConfig, *, stop: Stop, report: Callable[[str], None]) -> None:
         del report
-        stop.wait()
+        stop.wait(60)
 
     monkeypatch.setattr(processes, "serve", serve)
     for rank in (RankProcess([CONFIG], timeout_s=0.0).ranks[0], RankThread(CONFIG, timeout_s=0.0)):

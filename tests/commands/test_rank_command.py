@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import pytest
 
 from disagg.commands.cases.sides import Side
 from disagg.commands.rank.command import configure, prefill
-from disagg.commands.rank.rank import RankConfig
+from disagg.commands.rank.rank import RankConfig, ResidentRank
+from disagg.commands.rank.serve import Stop, drain
+from disagg.core.errors import LocalProtocolError
+from disagg.manager import new_request_id
 from disagg.settings import settings
 from harness.ports import held_port
 
@@ -63,6 +67,40 @@ def address(text: str) -> str:
     return text.partition("address=")[2].split()[0]
 
 
+def last_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.read().splitlines()[-1]
+
+
+@pytest.mark.parametrize("drain_s", [0.3, 60.0])
+def test_a_rank_that_is_stopped_waits_for_its_requests(drain_s: float, model: str) -> None:
+    config = RankConfig(role="decode", name="decode", model=model, side=Side(), backend="local", num_pages=4, drain_s=drain_s)
+    lines, stop = list[str](), Stop()
+    with ResidentRank(config) as resident:
+        resident.manager.add_peer("prefill", address="tcp://127.0.0.1:9")
+        component = next(iter(resident.pools.components)).name
+        request = resident.manager.receiver(new_request_id(), peer="prefill", rows={component: [0]}, need={component: (0, 1)})
+        stop.end("SIGTERM was received", drain=True)
+        abort = threading.Timer(0.5 if drain_s > 1 else 60, request.abort, ("the client has left",))
+        abort.start()
+        drain(resident, stop, lines.append)
+        abort.cancel()
+        assert lines[0] == f"decode rank 0 of 1: ends: SIGTERM was received; waits for 1 request, up to {drain_s:g} s"
+        assert lines[1] == "decode rank 0 of 1: ends: " + ("all requests have ended" if drain_s > 1 else "1 request aborted")
+        with pytest.raises(LocalProtocolError, match="draining"):
+            resident.manager.sender(new_request_id())
+
+
+def test_the_last_error_of_a_json_log_is_json(model: str) -> None:
+    command = [*COMMAND, "decode", "--model", model, "--backend", "local", "--log-format", "json"]
+    for wrong in (("--listen", "tcp://192.0.2.1:0", "--insecure"), ("--side", "tp=x")):
+        ended = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode in (1, 2)
+        found = json.loads(ended.stderr.splitlines()[-1])
+        assert found["level"] == "error"
+        assert " decode: " in found["message"]
+
+
 def test_two_ranks_find_each_other_and_end_cleanly(tmp_path: Path, mooncake: str, model: str) -> None:
     same = ("--model", model, "--backend", mooncake, "--pages", "8")
     with rank("decode", *same, "--side", "tp=1,page=8") as decode:
@@ -79,6 +117,7 @@ def test_two_ranks_find_each_other_and_end_cleanly(tmp_path: Path, mooncake: str
                 assert refused.ended() == 0
             decode.send_signal(signal.SIGINT)
             assert decode.ended() == 0
+            assert last_line(decode) == "decode rank 0 of 1: ends: SIGINT was received"
             prefill.send_signal(signal.SIGTERM)
             assert prefill.ended() == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from typing import Any
 
@@ -9,7 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from disagg.commands.bench.report import COLUMNS, Alone, Sample, mechanism_of, summarise, table, to_json
+from disagg.commands.bench.environment import Environment, cautions
+from disagg.commands.bench.report import COLUMNS, Alone, Sample, mechanism_of, percentiles, summarise, table, to_csv, to_json
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, Planned
@@ -88,7 +91,7 @@ def test_a_row_has_every_key_of_the_contract() -> None:
     found = row(sample())
     assert set(found) >= KEYS
     assert set(found["seconds"]) == {"plan", "bind", "pack", "post", "wire", "unpack", "total"}
-    assert set(found["latency_ms"]) == {"p50", "p99"}
+    assert list(found["latency_ms"]) == ["min", "mean", "p50", "p90", "p99", "p99.9", "max"]
     assert found["components"] == ["kv"]
     assert found["prefill"] == "tp=2,page=16"
     assert (found["bytes"], found["pieces"], found["piece_bytes_mean"], found["posts"]) == (1000, 8, 125.0, 5)
@@ -97,6 +100,33 @@ def test_a_row_has_every_key_of_the_contract() -> None:
     assert found["ratio"] == found["gbps"] / found["ceiling_gbps"] == 0.5
     assert found["seconds"]["plan"] == 0.125
     assert found["verified"] is True
+
+
+def test_percentiles_are_those_of_the_nearest_rank() -> None:
+    found = percentiles(number / 1e3 for number in range(1, 2001))
+    assert found == {"min": 1, "mean": 1000.5, "p50": 1000, "p90": 1800, "p99": 1980, "p99.9": 1998, "max": 2000}
+
+
+def test_csv_has_the_values_of_the_json_by_their_paths() -> None:
+    case = Case(backend="nixl", model="tiny", tokens=100, prefill=Side(tp=2), decode=Side(), requests=2)
+    ours, theirs = [description("prefill")], [description("decode")]
+    plan = Planned({(0, 0): 600, (1, 0): 400}, 8, 0.125)
+    found = summarise(case, sources=ours, destinations=theirs, planned=plan, samples=[sample()], alone=None)
+    (line,) = csv.DictReader(io.StringIO(to_csv([found])))
+    assert line["prefill"] == "tp=2,page=16"
+    assert float(line["latency_ms.p99.9"]) == found.latency_ms["p99.9"] == 3250
+    assert line["ceiling_gbps"] == ""
+    assert line["versions.nixl"] == "1"
+    assert float(line["cpu_percent"]) == pytest.approx(100 * 4e-6 / 4)
+
+
+def test_a_busy_machine_and_more_ranks_than_cores_are_noted() -> None:
+    case = Case(backend="cma", model="tiny", tokens=100, prefill=Side(tp=2), decode=Side())
+    quiet = Environment(date="", host="", cpu="", cores=4, kernel="", load=0.5)
+    assert list(cautions(quiet, [case])) == []
+    busy, few = msgspec.structs.replace(quiet, load=3.0), msgspec.structs.replace(quiet, cores=2, load=0.1)
+    assert "load 3.0 on 4 cores" in next(cautions(busy, [case]))
+    assert "3 ranks share 2 cores" in next(cautions(few, [case]))
 
 
 def test_the_row_is_that_of_the_median_run() -> None:

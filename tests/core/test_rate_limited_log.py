@@ -47,3 +47,17 @@ def test_the_same_warning_is_logged_once_in_a_while(clock: SimpleNamespace, capl
     for number in range(10 * MAX_REMEMBERED):
         log.warning("rejected a hello of %s", number)
     assert len(log._logged_at) == MAX_REMEMBERED
+
+
+def test_a_warning_whose_cause_may_pass_is_logged_once_it_lasts(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RateLimitedLog(logging.getLogger("tests.lasting"), repeat_s=60.0)
+    for now in (100.0, 101.0, 102.9, 200.0, 202.0):  # two starts: the cause passes each time
+        clock.now = now
+        log.warning("rejected %s", "decode", after_s=3.0)
+    assert caplog.messages == []
+    for now in (203.5, 204.0):
+        clock.now = now
+        log.warning("rejected %s", "decode", after_s=3.0)
+    assert caplog.messages == ["rejected decode"]

@@ -128,7 +128,7 @@ def test_ranks_of_two_pods_connect_by_the_keys_of_their_sides(configs: dict[str,
 
 
 def test_probes_and_ports_are_those_of_the_rank(configs: dict[str, RankConfig]) -> None:
-    server = MetricsServer(CollectorRegistry(), lambda: "", host="127.0.0.1", port=0)
+    server = MetricsServer(CollectorRegistry(), lambda: "", lambda: "", host="127.0.0.1", port=0)
     for role, config in configs.items():
         spec = container(role)
         ports = {port["name"]: port["containerPort"] for port in spec["ports"]}
@@ -137,6 +137,7 @@ def test_probes_and_ports_are_those_of_the_rank(configs: dict[str, RankConfig]) 
         assert config.listen == f"tcp://0.0.0.0:{ports['control']}"
         for probe in ("readinessProbe", "livenessProbe"):
             assert spec[probe]["httpGet"]["port"] == "metrics"
+            assert spec[probe]["httpGet"]["path"] == {"readinessProbe": "/readyz", "livenessProbe": "/healthz"}[probe]
             path = server.url.removesuffix("/metrics") + spec[probe]["httpGet"]["path"]
             with urllib.request.urlopen(path, timeout=30) as answer:
                 assert answer.read() == b"ok\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs.test_pages import ROOT, blocks
+from scripts.docs_blocks import ROOT, blocks
 
 
 def test_one_side_has_at_most_15_lines() -> None:

@@ -11,25 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.examples.conftest import ROOT as _ROOT
+from scripts.docs_blocks import PAGES, ROOT, blocks, name
 
-ROOT = Path(_ROOT)
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-
-
-def name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-def blocks(page: Path) -> list[str]:
-    """Each block of Python except generated ones, padded with empty lines so that line numbers match the page."""
-    text = GENERATED.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
-    found = re.finditer(r"^```(?:python|py)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
-
-
 WITH_PYTHON = [page for page in PAGES if blocks(page)]
 
 

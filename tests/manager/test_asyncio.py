@@ -139,7 +139,7 @@ def test_many_awaited_requests_leave_nothing_behind(instances: Cluster) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
         released, loop = asyncio.Event(), asyncio.get_running_loop()
-        receiver.lease.on_release(lambda: loop.call_soon_threadsafe(released.set))  # type: ignore[arg-type]
+        receiver.lease.on_release(lambda: loop.call_soon_threadsafe(released.set))
         await asyncio.wait_for(released.wait(), DEADLINE_S)
         deepest = max(deepest, depth(manager, "events"))
 

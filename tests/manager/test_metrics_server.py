@@ -61,6 +61,7 @@ def test_the_health_is_served_and_other_paths_do_not_exist(instances: Cluster) -
     assert get(url_of(instances, "/healthz?verbose=1"))[:2] == (200, b"ok\n")
     assert get(url_of(instances, "/healthz"), "HEAD")[:2] == (200, b"")
     assert get(url_of(instances, "/healthz"), "DELETE")[0] == 405
+    until(lambda: get(url_of(instances, "/readyz"))[0] == 200)  # a peer is ready
     for path in ("", "/", "/metrics/", "/favicon.ico", "/healthz/..", "/other"):
         assert get(url_of(instances, path))[0] == 404, path
     instances.decode[0].manager._runtime.loop.fail("transfer", ZeroDivisionError())
@@ -69,8 +70,25 @@ def test_the_health_is_served_and_other_paths_do_not_exist(instances: Cluster) -
     assert "the transfer thread died: ZeroDivisionError" in problem
     assert get(url_of(instances, "/healthz"))[:2] == (503, f"{problem}\n".encode())
     assert get(url_of(instances, "/healthz"), "HEAD")[:2] == (503, b"")
+    assert get(url_of(instances, "/readyz"))[:2] == (503, f"{problem}\n".encode())
     assert b"disagg_healthy 0.0" in get(url_of(instances, "/metrics"))[1]
     instances.decode.pop().manager.close()
+
+
+def test_a_rank_that_takes_no_requests_lives_and_is_not_ready(instances: Cluster) -> None:
+    until(lambda: get(url_of(instances, "/readyz"))[0] == 200)
+    instances.decode[0].manager.remove_peer("prefill-0")
+    instances.decode[0].manager.add_peer("absent", address="tcp://127.0.0.1:9")
+    until(lambda: get(url_of(instances, "/readyz"))[0] == 503)
+    status, body, _ = get(url_of(instances, "/readyz"))
+    assert (status, body.partition(b": ")[0]) == (503, b"no configured peer is ready")
+    assert b"absent: " in body
+    assert get(url_of(instances, "/healthz"))[0] == 200
+    instances.decode[0].manager.remove_peer("absent")
+    until(lambda: get(url_of(instances, "/readyz"))[0] == 200)  # without configured peers whoever is admitted may come
+    assert instances.decode[0].manager.drain(timeout_s=DEADLINE_S)
+    assert get(url_of(instances, "/readyz"))[:2] == (503, b"it takes no new requests: it is draining\n")
+    assert get(url_of(instances, "/healthz"))[0] == 200
 
 
 def test_metrics_are_served_in_the_format_that_the_client_asks_for(instances: Cluster) -> None:

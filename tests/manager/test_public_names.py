@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +15,6 @@ INSIDE = {
     "Backend",
     "BackendOptions",
     "RemotePeer",
-    "Component",
     "Admit",
     "Channel",
     "Wire",
@@ -58,3 +58,10 @@ def test_every_argument_of_a_manager_is_documented() -> None:
     text = inspect.getdoc(KVManager) or ""
     arguments = [name for name in inspect.signature(KVManager).parameters if name != "self"]
     assert [name for name in arguments if not re.search(rf"`{name}\b", text)] == []
+
+
+@pytest.mark.parametrize("called", [KVManager, KVManager.add_peer, KVManager.receiver, KVManager.sender, Sender.send])
+def test_docstrings_name_every_parameter(called: Callable[..., object]) -> None:
+    text = inspect.getdoc(called) or ""
+    parameters = [name for name in inspect.signature(called).parameters if name != "self"]
+    assert [name for name in parameters if not re.search(rf"`{name}\b", text)] == []

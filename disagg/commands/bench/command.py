@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
 from disagg.commands.bench import compare as comparing
 from disagg.commands.bench.driver import run
+from disagg.commands.bench.environment import Environment, cautions
 from disagg.commands.bench.fleet import Progress
 from disagg.commands.bench.report import Row
 from disagg.commands.bench.results import Files, Results, print_rows, results_to
@@ -47,6 +49,8 @@ Examples:
       --requests 200 --concurrency 8 --arrivals poisson --rate 50
   disagg-bench --backend nixl --model tiny --trace examples/traces/sample.jsonl \\
       --concurrency 8 --prefill tp=2 --decode tp=1 --html report.html
+  disagg-bench --backend cma --model tiny --tokens 16,256 --prefill tp=1 --decode tp=1 \\
+      --requests 100 --latency --duration 10 --csv latency.csv
   disagg-bench --compare before.json after.json --tolerance 0.05
 """
 
@@ -156,20 +160,31 @@ def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connec
         raise ConfigError("device-nic: running ranks keep the NICs they were started with; omit it with --connect")
 
 
+def check_latency(settings: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if requests would wait for each other."""
+    if max(settings["concurrency"]) > 1:
+        raise ConfigError(
+            f"latency: expected --concurrency 1, found {max(settings['concurrency'])}: requests would wait for others"
+        )
+
+
 def check_connected(cases: Sequence[Case]) -> None:
     """Raises `ConfigError` if the cases need different ranks."""
     if len({(case.model, str(case.prefill), str(case.decode)) for case in cases}) > 1:
         raise ConfigError(f"connect: running ranks have one model and two sides, found {len(cases)} cases")
 
 
-def measure(cases: Sequence[Case], results: Results, *, connect: Sequence[str]) -> None:
+def measure(cases: Sequence[Case], results: Results, *, connect: Sequence[str], latency: bool) -> None:
     """Run the cases, add their rows to `results`, and print these, also if a case fails."""
+    about = Environment.here()
     try:
         for row in run_cases(cases, connect=connect, runs=results.runs):
-            results.rows.append(row)
+            results.rows.append(msgspec.structs.replace(row, environment=about))
     finally:
         if results.rows:
-            print_rows(results.rows)
+            for sentence in () if connect else cautions(about, cases):
+                print(f"note: {sentence}", file=sys.stderr, flush=True)
+            print_rows(results.rows, latency=latency)
 
 
 def exit_status(rows: Sequence[Row]) -> int:
@@ -235,6 +250,18 @@ def exit_status(rows: Sequence[Row]) -> int:
 @click.option("--run-pages", type=COUNTS, default="1", help="Length of the runs of consecutive page ids.")
 @click.option("--warm-up", type=click.IntRange(0), default=1, help="Runs before the measured ones.")
 @click.option("--repeat", type=click.IntRange(1), default=10, help="Measured runs of each case; the row shows the median.")
+@click.option(
+    "--duration",
+    "duration_s",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Measure each case for so long, in place of --repeat.",
+)
+@click.option(
+    "--latency",
+    is_flag=True,
+    help="Print the spread of the requests' latencies in place of rates: one request at a time, without --ceiling.",
+)
 @click.option("--ceiling/--no-ceiling", default=True, help="Also measure engine, system and memory alone, between runs.")
 @click.option("--seed", type=int, default=0, help="Seed of the random page ids.")
 @click.option(
@@ -245,6 +272,7 @@ def exit_status(rows: Sequence[Row]) -> int:
     help="Seconds that each step may take: the start of the ranks, their connection, each run, and their end.",
 )
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as CSV.")
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows (png, svg or pdf).")
 @click.option(
     "--timeline",
@@ -281,6 +309,7 @@ def bench(
     kv_heads: int | None,
     head_dim: int | None,
     json_file: Path | None,
+    csv_file: Path | None,
     plot_file: Path | None,
     html_file: Path | None,
     timeline_file: Path | None,
@@ -288,6 +317,7 @@ def bench(
     fault: str | None,
     compare: tuple[Path, Path] | None,
     tolerance: float,
+    latency: bool,
     **settings: Any,
 ) -> None:
     """Move requests between real prefill and decode ranks, compare every byte with an independent reference, and print
@@ -298,7 +328,7 @@ def bench(
     if compare is not None:
         sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
     logging.basicConfig(level=logging.ERROR)
-    files = Files(json_file, plot_file, html_file, timeline_file)
+    files = Files(json_file, plot_file, html_file, timeline_file, csv_file)
     files.check()
     with results_to(files) as results:
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
@@ -306,9 +336,12 @@ def bench(
         has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
         arrivals = paced(settings, has_requests=has_requests)
         check_options(settings, prefill=prefill, connect=connect)
+        if latency:
+            check_latency(settings)
+            settings["ceiling"] = False
         same = {"num_layers": layers, "fault": Fault(fault) if fault else None}
         cases = cases_of(parse_sides(prefill, decode), pages, settings, arrivals=arrivals, **same)
         if connect:
             check_connected(cases)
-        measure(cases, results, connect=connect)
+        measure(cases, results, connect=connect, latency=latency)
     sys.exit(exit_status(results.rows))

@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "transformers_pd" /
 
 INTRODUCTION = """\
 disagg moves the state of LLM requests from the ranks that computed it (prefill) to the ranks that continue with it (decode).
-Each side divides the model in its own way: here 4 prefill ranks feed 2 decode ranks and vice versa, with different page
+Each side divides the model in its own way: here 2 prefill ranks feed 1 decode rank and vice versa, with different page
 sizes and axis orders. Every rank is a separate process with its own memory; the engines are CMA (the kernel copies), NIXL
 (shared memory) and Mooncake (TCP). After each run, every byte of every decode rank's memory is compared with an independent
 reference, including the bytes that no request should have touched.
@@ -22,17 +22,13 @@ SETTINGS = (
     "--model",
     "llama-3-8b",
     "--layers",
-    "4",
+    "8",
     "--tokens",
-    "512",
-    "--requests",
-    "2",
-    "--concurrency",
-    "2",
+    "4096",
     "--repeat",
-    "3",
+    "5",
 )
-SIDES = (("tp=4,page=16", "tp=2,page=64"), ("tp=2,page=64", "tp=4,page=16,layout=hnd"))
+SIDES = (("tp=2,page=16", "tp=1,page=64"), ("tp=1,page=64", "tp=2,page=16,layout=hnd"))
 BACKENDS = ("cma", "nixl", "mooncake")
 
 

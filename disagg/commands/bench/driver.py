@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,9 +92,17 @@ def run_case(case: Case, ranks: Ranks, progress: Progress, observe: Observe) -> 
     samples: list[Sample] = []
     ceilings: list[Alone] = []
     wanted = max(MIN_CEILINGS, case.repeat) if case.ceiling else 0
-    for turn in range(-case.warm_up, case.repeat):
-        progress(f"run {turn + 1} of {case.repeat}" if turn >= 0 else "warming up")
-        sample = _measure(prepared, observe, last=turn + 1 == case.repeat)
+    begun, last = time.monotonic(), False
+    for turn in itertools.count(-case.warm_up):
+        if turn == 0:
+            begun = time.monotonic()
+        if case.duration_s is None:
+            last, of = turn + 1 == case.repeat, f"of {case.repeat}"
+        else:
+            elapsed_s = time.monotonic() - begun
+            last, of = turn >= 0 and elapsed_s >= case.duration_s, f"after {elapsed_s:.0f} of {case.duration_s:g} s"
+        progress(f"run {turn + 1} {of}" if turn >= 0 else "warming up")
+        sample = _measure(prepared, observe, last=last)
         if turn >= 0 or sample.problem:
             samples.append(sample)
         if sample.problem:
@@ -101,6 +110,8 @@ def run_case(case: Case, ranks: Ranks, progress: Progress, observe: Observe) -> 
         due = math.ceil(wanted * (turn + 1) / case.repeat) - len(ceilings) if turn >= 0 else min(wanted, 1)
         found = [_alone(prepared) for _ in range(due)]
         ceilings += found if turn >= 0 else []
+        if last:
+            break
     about = ranks.ask(dict.fromkeys(ranks.all, Describe()), Description)
     return summarise(
         case,

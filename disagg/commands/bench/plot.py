@@ -103,8 +103,8 @@ def _figures(axes: Axes, rows: Sequence[Row]) -> None:
     for row in rows:
         line, x = ", ".join([row.backend, row.transport, *_settings(row, others)]), value_of(row, across)
         if row.added_ms is not None and is_paced:
-            for (name, value), style in zip(row.added_ms.items(), ("o-", "x:"), strict=True):
-                lines[f"{line}, {name}", style].append((x, value))
+            for name, style in (("p50", "o-"), ("p99", "x:")):
+                lines[f"{line}, {name}", style].append((x, row.added_ms[name]))
             continue
         lines[f"{line}, {row.way}", "o-"].append((x, row.gbps))
         if row.ceiling_gbps is not None:

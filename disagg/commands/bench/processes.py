@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from disagg.commands.rank.rank import RankConfig
-from disagg.commands.rank.serve import serve
+from disagg.commands.rank.serve import Stop, serve
 from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.errors import DisaggError
 
@@ -137,7 +137,7 @@ class RankThread:
         self.name = f"{config.name}/{config.rank}"
         self._config = config
         self._timeout_s, self._up_by = timeout_s, time.monotonic() + timeout_s
-        self._stop = threading.Event()
+        self._stop = Stop()
         self._lines: list[str] = []
         self._reported = threading.Event()
         self._error: Exception | None = None
@@ -178,7 +178,7 @@ class RankThread:
             raise RankDied(f"rank {self.name} did not end within {self._timeout_s:g} s (--timeout)")
 
     def kill(self) -> None:
-        self._stop.set()
+        self._stop.end("the benchmark has ended", drain=False)
         self._thread.join(STOP_S)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from rich.table import Table
 
+from disagg.commands.bench.environment import Environment
 from disagg.commands.bench.timelines import phases_of
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.workload import Case, Planned
@@ -141,8 +144,8 @@ class Row(msgspec.Struct, frozen=True):
     * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, from the first `send` to the last success of the
       median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
     * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
-    * `latency_ms`: over all requests of all runs, from the first `send` to the last success. Percentiles are those of the
-      nearest rank, so that each is the time of a request.
+    * `latency_ms`: over all requests of all runs (`count`), from the first `send` to the last success: `min`, `mean`, `p50`,
+      `p90`, `p99`, `p99.9`, `max`. Percentiles are those of the nearest rank, so that each is the time of a request.
     * `median`: the request whose latency is the p50. `phases`: the seconds of its phases (`disagg.core.timeline`), which add up
       to that.
     * `arrivals`: how requests arrive, `per_s` of them a second. Unless they arrive together, `queue_ms` is the time from a
@@ -154,7 +157,9 @@ class Row(msgspec.Struct, frozen=True):
     * `verified`: every byte was right; if not, `problem` says where. `ending`: what went wrong when the ranks were to end; for
       instance, one had to be killed.
     * `core_s_per_gb`: CPU seconds of all ranks' processes per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling.
-      Where cores are the limit, their quotient bounds `ratio`.
+      Where cores are the limit, their quotient bounds `ratio`. `cpu_percent`: what the ranks' processes use of the CPU in the
+      median run, where 100 is one core.
+    * `environment`: when and where it was measured, and what else ran then.
     * `ways`: bytes by path. `thresholds`: if `pack_below` is `None`, the packing thresholds of the pairs of ranks, by origin.
     """
 
@@ -200,6 +205,9 @@ class Row(msgspec.Struct, frozen=True):
     shortest_tokens: int | None = None
     median: MedianRequest | None = None
     phases: dict[str, float] = {}
+    cpu_percent: float | None = None
+    count: int = 0
+    environment: Environment | None = None
 
     @property
     def lengths(self) -> str:
@@ -246,7 +254,7 @@ def summarise(
         way=next(iter(median.ways), "none") if len(median.ways) < 2 else "mixed",
         ways=median.ways,
         seconds={stage: spent.get(stage, 0.0) for stage in STAGES},
-        latency_ms=_percentiles(request.latency_s for _, request in moved),
+        latency_ms=percentiles(request.latency_s for _, request in moved),
         gbps=gbps,
         ceiling_gbps=alone.gbps if alone else None,
         ratio=gbps / alone.gbps if alone and not is_paced else None,
@@ -268,22 +276,25 @@ def summarise(
         problem=problem,
         arrivals=case.arrivals.name,
         per_s=case.arrivals.per_s,
-        queue_ms=_percentiles(request.queued_s for _, request in moved) if is_paced else None,
-        added_ms=_percentiles(request.added_s for _, request in moved) if is_paced else None,
+        queue_ms=percentiles(request.queued_s for _, request in moved) if is_paced else None,
+        added_ms=percentiles(request.added_s for _, request in moved) if is_paced else None,
         median=MedianRequest(run, middle.number, case.tokens_of(middle.number)) if middle else None,
         phases=middle.phases if middle else {},
+        cpu_percent=100 * median.cpu_s / median.total_s if median.total_s else None,
+        count=len(moved),
     )
 
 
-def _place(percent: int, count: int) -> int:
-    """Where the percentile is among `count` sorted values, by the nearest rank."""
-    return -(-percent * count // 100) - 1
+def _place(percent: float, count: int) -> int:
+    """Where the percentile, of at most one decimal, is among `count` sorted values, by the nearest rank."""
+    return -(-round(10 * percent) * count // 1000) - 1
 
 
-def _percentiles(seconds: Iterable[float]) -> dict[str, float]:
-    """The median and the 99th percentile, in ms."""
+def percentiles(seconds: Iterable[float]) -> dict[str, float]:
+    """The least, the mean, the percentiles and the largest, in ms."""
     found = sorted(1e3 * each for each in seconds) or [0.0]
-    return {f"p{percent}": found[_place(percent, len(found))] for percent in (50, 99)}
+    percentiles = {f"p{percent:g}": found[_place(percent, len(found))] for percent in (50, 90, 99, 99.9)}
+    return {"min": found[0], "mean": statistics.fmean(found), **percentiles, "max": found[-1]}
 
 
 def _merged(found: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
@@ -303,9 +314,28 @@ def to_json(rows: Sequence[Row]) -> bytes:
     return indented_json(list(rows))
 
 
+def to_csv(rows: Sequence[Row]) -> str:
+    """The rows as CSV with a header. A column has the name of a value in the JSON, such as `latency_ms.p50`."""
+    flat = [dict(_flat(msgspec.to_builtins(row))) for row in rows]
+    target = io.StringIO()
+    writer = csv.DictWriter(target, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return target.getvalue()
+
+
+def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their paths; lists as words with spaces between them."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
 COLUMNS = (
     "backend", "transport", "model", "tokens", "prefill", "decode", "bytes", "pieces", "of", "way",
-    "p50 ms", "p99 ms", "GB/s", "ceiling", "ratio", "verified", "ended",
+    "p50 ms", "p99 ms", "GB/s", "ceiling", "ratio", "CPU %", "verified", "ended",
 )  # fmt: skip
 
 
@@ -327,6 +357,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.gbps:.2f}",
         "-" if row.ceiling_gbps is None else f"{row.ceiling_gbps:.2f}",
         "-" if row.ratio is None else f"{row.ratio:.0%}",
+        "-" if row.cpu_percent is None else f"{row.cpu_percent:.0f}",
         "yes" if row.verified else "NO",
         "BADLY" if row.ending else "well",
     )
@@ -350,13 +381,32 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 PHASES_TITLE = "phases of the median request (p50) in ms, from first send to last event:"
-PHASES_COLUMNS = ("prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all")
+LATENCY_COLUMNS = (
+    "backend", "transport", "model", "tokens", "bytes", "prefill", "decode", "way", "requests", "min ms", "mean ms",
+    "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "max ms", "CPU %", "verified", "ended",
+)  # fmt: skip
+
+
+def latency_table(rows: Sequence[Row]) -> Table:
+    """A header and one line per row, with the spread of its latencies in place of rates."""
+    return plain_table(LATENCY_COLUMNS, map(latency_cells, rows), right=set(LATENCY_COLUMNS[8:17]) | {"tokens", "bytes"})
+
+
+def latency_cells(row: Row) -> tuple[str, ...]:
+    """A row as the columns of `latency_table`; `bytes` are those of a request."""
+    times = (row.latency_ms[name] for name in ("min", "mean", "p50", "p90", "p99", "p99.9", "max"))
+    per_request, last = size(row.bytes // row.requests), cells(row)[-3:]
+    case = (row.backend, row.transport, row.model, row.lengths, per_request, row.prefill, row.decode, row.way, str(row.count))
+    return (*case, *(f"{each:.3f}" for each in times), *last)
+
+
+PHASES_COLUMNS = ("backend", "transport", "prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all")
 
 
 def phases_table(rows: Sequence[Row]) -> Table | None:
     """For each row with requests that succeeded, the phases of the median one."""
     found = [cells for row in rows for cells in phases_cells(row)]
-    return plain_table(PHASES_COLUMNS, found, right=PHASES_COLUMNS[3:]) if found else None
+    return plain_table(PHASES_COLUMNS, found, right=PHASES_COLUMNS[5:]) if found else None
 
 
 def phases_cells(row: Row) -> Iterator[tuple[str, ...]]:
@@ -364,7 +414,15 @@ def phases_cells(row: Row) -> Iterator[tuple[str, ...]]:
     if row.phases:
         which = tuple(map(str, msgspec.structs.astuple(row.median))) if row.median else ("",) * 3
         figures = [*(row.phases[phase] for phase in PHASES), sum(row.phases.values())]
-        yield (row.prefill, row.decode, row.way, *which, *(f"{1e3 * seconds:.2f}" for seconds in figures))
+        yield (
+            row.backend,
+            row.transport,
+            row.prefill,
+            row.decode,
+            row.way,
+            *which,
+            *(f"{1e3 * seconds:.2f}" for seconds in figures),
+        )
 
 
 PACED_TITLE = "from arrival to the last byte, which adds to the time to the first token:"

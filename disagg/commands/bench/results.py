@@ -13,7 +13,18 @@ from rich.console import Console
 
 from disagg.commands.bench.html import write_html
 from disagg.commands.bench.plot import check_plot, plot
-from disagg.commands.bench.report import PACED_TITLE, PHASES_TITLE, Row, paced_table, phases_table, problems_of, table, to_json
+from disagg.commands.bench.report import (
+    PACED_TITLE,
+    PHASES_TITLE,
+    Row,
+    latency_table,
+    paced_table,
+    phases_table,
+    problems_of,
+    table,
+    to_csv,
+    to_json,
+)
 from disagg.commands.bench.timelines import CaseRun, write_timeline
 from disagg.commands.shell.text import show
 from disagg.core.errors import ConfigError
@@ -34,6 +45,7 @@ class Files(NamedTuple):
     plot: Path | None
     html: Path | None
     timeline: Path | None
+    csv: Path | None = None
 
     def check(self) -> None:
         """Check before measuring that they can be written. Raises `ConfigError` if not."""
@@ -52,6 +64,8 @@ class Files(NamedTuple):
                 all_of_them.callback(write_html, results.rows, self.html)
             if self.plot is not None:
                 all_of_them.callback(plot, results.rows, self.plot)
+            if self.csv is not None:
+                all_of_them.callback(self.csv.write_text, to_csv(results.rows))
             if self.json is not None:
                 all_of_them.callback(self.json.write_bytes, to_json(results.rows))
 
@@ -69,10 +83,12 @@ def results_to(files: Files) -> Iterator[Results]:
             files.write(results)
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print the results as tables, then a sentence for each thing that went wrong."""
+def print_rows(rows: Sequence[Row], *, latency: bool = False) -> None:
+    """Print the results as tables, then a sentence for each thing that went wrong. With `latency` the first table has the
+    spread of latencies in place of rates.
+    """
     console = Console()
-    show(table(rows), console)
+    show(latency_table(rows) if latency else table(rows), console)
     if (phases := phases_table(rows)) is not None:
         console.print(f"\n{PHASES_TITLE}")
         show(phases, console)

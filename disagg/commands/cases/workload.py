@@ -36,8 +36,8 @@ class Case:
 
     Each rank has up to `concurrency` requests in flight. `chunk_tokens` 0 sends whole requests. Pieces below `pack_below`
     bytes travel packed (`None`: the engine's threshold). Page ids come in runs of `run_pages` consecutive ones. `warm_up` runs
-    are not counted. `ceiling`: also measure the engine alone and the system alone. `devices`: the NICs of every rank's engine;
-    none: it chooses.
+    are not counted; then come `repeat` runs, or with `duration_s` those that begin in that time and one more. `ceiling`: also
+    measure the engine alone and the system alone. `devices`: the NICs of every rank's engine; none: it chooses.
     """
 
     backend: str
@@ -58,6 +58,7 @@ class Case:
     run_pages: int = 1
     warm_up: int = 1
     repeat: int = 10
+    duration_s: float | None = None
     ceiling: bool = True
     seed: int = 0
     timeout_s: float = 120.0

@@ -94,7 +94,7 @@ def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: in
     transfer = backend.submit(peer, copies)
     while (status := transfer.poll()) is TransferStatus.PENDING:
         if time.perf_counter() - started > TRANSFER_S:
-            raise TransferFailed(f"a write of {nbytes} bytes did not finish within {TRANSFER_S:g} s")
+            raise TimeoutError(f"a write of {nbytes} bytes did not finish within {TRANSFER_S:g} s")
         time.sleep(20e-6)
     if status is not TransferStatus.DONE:
         raise TransferFailed(f"a write of {nbytes} bytes: {status.value}: {transfer.error}")
@@ -160,7 +160,7 @@ def main() -> None:
     try:
         TASKS[task](argument)
     except (DisaggError, OSError, ValueError) as error:
-        _report(error=f"{type(error).__name__}: {error}")
+        _report(error=f"{type(error).__name__}: {error}", late=isinstance(error, TimeoutError))
         sys.exit(1)
 
 

@@ -18,11 +18,16 @@ class ChildFailed(Exception):
     """A task failed; the message is the task's error if it reported one."""
 
 
+class ChildLate(ChildFailed):
+    """A task did not end in time: it hangs, or the machine is too slow."""
+
+
 class Child:
     """One task in its own process."""
 
     def __init__(self, task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> None:
         self.task = task
+        self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._process = ChildProcess([sys.executable, "-P", "-m", "disagg.commands.doctor.child", task], environ=environ)
 
@@ -32,13 +37,13 @@ class Child:
             try:
                 line = self._process.receive(timeout_s=max(0.0, self._deadline - time.monotonic()))
             except TimeoutError:
-                raise ChildFailed("it hangs: no output before the timeout") from None
+                raise ChildLate(f"no output within {self._timeout_s:g} s") from None
             except ChildEnded as error:
                 raise ChildFailed(f"its process ended without output, with {error}") from error
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 if found.get("error"):
-                    raise ChildFailed(found["error"])
+                    raise (ChildLate if found.get("late") else ChildFailed)(found["error"])
                 return found
 
     def send(self, line: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from disagg.commands.doctor.children import ChildFailed, child
+from disagg.commands.doctor.children import ChildFailed, ChildLate, child
 from disagg.commands.doctor.machine import cma_refused, ptrace
 from disagg.machine.findings import Finding, Level, Machine, ok
 from disagg.machine.rdma import GID_VARIABLES
@@ -122,6 +122,8 @@ def _library(name: str, library: str, reason: str) -> Finding:
     )  # fmt: skip
 
 
+BUSY = 1.0
+"""Running processes for each core above which a late answer says nothing about an engine."""
 _LIBRARY = re.compile(r"(lib[\w+-]+\.so[.\d]*): ")
 
 
@@ -134,6 +136,12 @@ def _measured(name: str, packages: str, machine: Machine) -> Finding:
                 writer.send(target)
                 result = writer.answer()
     except ChildFailed as error:
+        if isinstance(error, ChildLate) and machine.load > BUSY:
+            return Finding(
+                name, Level.WARNING, f"engine {name!r} ({packages}) could not be tested: {error}, while {machine.load:.1f} "
+                "processes wait for each core", "it is not known whether it works here",
+                f"disagg doctor --engine {name}, once the machine is less busy",
+            )  # fmt: skip
         library = _LIBRARY.search(str(error))
         if library:
             return _library(name, library[1], str(error))
@@ -156,7 +164,7 @@ def _fix(error: str, machine: Machine) -> str:
         return (
             "choose the RDMA device with --device-nic and its GID with UCX_IB_GID_INDEX or MC_GID_INDEX, or use --transport tcp"
         )
-    if "hangs" in error:
+    if "within" in error:
         return (
             "read the log of disagg-bench --backend NAME --debug with UCX_LOG_LEVEL=info (nixl) or MC_LOG_LEVEL=INFO (mooncake)"
         )

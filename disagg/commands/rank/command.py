@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from disagg.commands.rank.rank import RankConfig
-from disagg.commands.rank.serve import serve_together
+from disagg.commands.rank.serve import Stop, serve_together
 from disagg.commands.shell.errors import one_sentence
 from disagg.commands.shell.logs import configure_logging
 from disagg.settings import Setting, is_list, is_table, settings
@@ -82,7 +82,8 @@ def _rank_command(role: str) -> click.Command:
         serve_until_stopped((rank,), until_stdin_ends=until_stdin_ends)
 
     def logged(*, debug: bool, log_level: str | None, **given: Any) -> None:
-        configure_logging("warning")  # what reading the settings warns of
+        form = given["log_format"] or os.environ.get("DISAGG_LOG_FORMAT")
+        configure_logging("warning", "json" if form == "json" else "text")  # what reading the settings warns of
         run(debug=debug, log_level=log_level or ("info" if debug else None), **given)
 
     command: Callable[..., None] = logged
@@ -92,7 +93,7 @@ def _rank_command(role: str) -> click.Command:
         role,
         epilog=EPILOG,
         context_settings={"max_content_width": 120},
-        help=f"Run one {role} rank with its own pools until SIGTERM or SIGINT.",
+        help=f"Run one {role} rank with its own pools until SIGTERM or SIGINT, which wait for its requests.",
     )(command)
 
 
@@ -104,8 +105,8 @@ def configure(role: str, given: Mapping[str, Any], *, file: Path | None, environ
 
 
 def serve_until_stopped(configs: Sequence[RankConfig], *, until_stdin_ends: bool) -> None:
-    """Run ranks until SIGTERM or SIGINT, then close them cleanly."""
-    stop = threading.Event()
+    """Run ranks until SIGTERM or SIGINT, wait for the requests under way, then close them cleanly."""
+    stop = Stop()
     # A signal handler runs in this thread, which may hold the event's lock at that moment: it must not set the event itself.
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(reader, True)
@@ -118,16 +119,17 @@ def serve_until_stopped(configs: Sequence[RankConfig], *, until_stdin_ends: bool
     serve_together(configs, stop=stop)
 
 
-def _end_with_signal(reader: int, stop: threading.Event) -> None:
-    os.read(reader, 1)
-    stop.set()
+def _end_with_signal(reader: int, stop: Stop) -> None:
+    """The first signal drains the ranks; another one ends them now."""
+    stop.end(f"{signal.Signals(os.read(reader, 1)[0]).name} was received", drain=True)
+    stop.end(f"{signal.Signals(os.read(reader, 1)[0]).name} was received while it drained", drain=False)
 
 
-def _end_with_stdin(stop: threading.Event) -> None:
+def _end_with_stdin(stop: Stop) -> None:
     """Stop once standard input ends, because the parent has ended or closed it; exit by force if closing hangs."""
     while os.read(0, 4096):
         pass
-    stop.set()
+    stop.end("standard input has ended", drain=False)
     threading.Event().wait(END_S)
     os._exit(1)
 

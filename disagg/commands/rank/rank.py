@@ -64,6 +64,11 @@ class RankConfig(Config, frozen=True, kw_only=True):
     ] = "cpu"
     log_level: Annotated[Level, meaning("Log records of this level and above.")] = "warning"
     log_format: Annotated[Format, meaning("Log lines of text or of JSON.")] = "text"
+    drain_s: Annotated[
+        float,
+        msgspec.Meta(ge=0),
+        meaning("How long requests under way may take to end after SIGTERM or SIGINT; a second one ends it."),
+    ] = 20.0
     driver: Annotated[str | None, meaning("Accept a benchmark's commands at this address.", metavar="ADDRESS")] = None
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.commands.rank.raw import Sink, memcpy_gbps
 from disagg.commands.rank.requests import Requests
 from disagg.commands.shell.logs import Format, json_line
+from disagg.commands.shell.text import counted
 from disagg.core.address import bracketed, parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 
@@ -190,8 +191,51 @@ def print_line(line: str, *, form: Format) -> None:
     print(json_line(line, source=__name__) if form == "json" else line, flush=True)
 
 
-def serve(config: RankConfig, *, stop: threading.Event, report: Callable[[str], None]) -> None:
-    """Run a rank until `stop` is set or its driver ends it; commands are accepted if it has a driver address.
+class Stop:
+    """Asks ranks to end, with the reason. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._asked, self._now = threading.Event(), threading.Event()
+        self.reason = ""
+
+    def end(self, reason: str, *, drain: bool) -> None:
+        """Ask ranks to end, with `drain` once their requests have ended. The first reason is kept."""
+        self.reason = self.reason or reason
+        if not drain:
+            self._now.set()
+        self._asked.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether ranks must end; waits for that for up to `timeout_s` seconds."""
+        return self._asked.wait(timeout_s)
+
+    def is_set(self) -> bool:
+        """Whether ranks must end."""
+        return self._asked.is_set()
+
+    def is_urgent(self) -> bool:
+        """Whether requests under way are not waited for."""
+        return self._now.is_set()
+
+
+def drain(resident: ResidentRank, stop: Stop, report: Callable[[str], None]) -> None:
+    """Wait for the requests under way, up to the rank's `drain_s`, and report why the rank ends and what becomes of them."""
+    manager, until = resident.manager, time.monotonic() + resident.config.drain_s
+    health = manager.health()
+    num_open = health.num_receiving + health.num_sending
+    if not num_open or stop.is_urgent():
+        report(f"{resident}: ends: {stop.reason}" + (f"; {counted(num_open, 'request')} aborted" if num_open else ""))
+        return
+    report(f"{resident}: ends: {stop.reason}; waits for {counted(num_open, 'request')}, up to {resident.config.drain_s:g} s")
+    while not manager.drain(timeout_s=POLL_S) and not stop.is_urgent() and time.monotonic() < until:
+        pass
+    health = manager.health()
+    num_open = health.num_receiving + health.num_sending
+    report(f"{resident}: ends: " + (f"{counted(num_open, 'request')} aborted" if num_open else "all requests have ended"))
+
+
+def serve(config: RankConfig, *, stop: Stop, report: Callable[[str], None]) -> None:
+    """Run a rank until `stop` asks for its end or its driver ends it; commands are accepted if it has a driver address.
 
     Reports one line once it can be reached: `NAME rank R of N: address=tcp://... driver=tcp://... ...`. Raises `DisaggError`
     if the rank cannot start, or once its manager has failed.
@@ -222,9 +266,10 @@ def serve(config: RankConfig, *, stop: threading.Event, report: Callable[[str], 
             health = manager.health()
             if not health.ok and socket is None:
                 raise LocalProtocolError(f"{resident}: {health.problem}")
+        drain(resident, stop, report)
 
 
-def serve_together(configs: Sequence[RankConfig], *, stop: threading.Event) -> None:
+def serve_together(configs: Sequence[RankConfig], *, stop: Stop) -> None:
     """Run ranks of one instance in this process, each by `serve`; the first is the leader of the others.
 
     Raises the first error of any rank, once all ranks have ended.
@@ -241,7 +286,7 @@ def serve_together(configs: Sequence[RankConfig], *, stop: threading.Event) -> N
             serve(config, stop=stop, report=report)
         except Exception as error:  # noqa: BLE001 - the thread's top: the error is raised by `serve_together`
             failed.append(error)
-            stop.set()
+            stop.end(f"{config.name} rank {config.rank} has failed: {error}", drain=False)
             addresses.put("")
 
     threads = [threading.Thread(target=run, args=(configs[0],), name="rank-0")]

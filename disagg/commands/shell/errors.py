@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
+from disagg.commands.shell.logs import error_line
 from disagg.core.errors import ConfigError, DisaggError
 
 
@@ -50,7 +51,8 @@ def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
         except (DisaggError, OSError) as error:
             if debug or isinstance(error, BrokenPipeError):
                 raise
-            print(f"{click.get_current_context().command_path}: {sentence(error)}", file=sys.stderr)
+            path = click.get_current_context().command_path
+            print(error_line(f"{path}: {sentence(error)}", source=__name__), file=sys.stderr)
             sys.exit(2 if isinstance(error, ConfigError) else 1)
         except KeyboardInterrupt:
             sys.exit(130)

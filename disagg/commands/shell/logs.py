@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -32,14 +34,27 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
-def json_line(message: str, *, source: str) -> str:
+def json_line(message: str, *, source: str, level: int = logging.INFO) -> str:
     """A message that is printed, not logged, in the form of the log's lines. `source` is its `logger`."""
-    record = logging.makeLogRecord({"name": source, "levelno": logging.INFO, "levelname": "INFO", "msg": message})
+    record = logging.makeLogRecord({"name": source, "levelno": level, "levelname": logging.getLevelName(level), "msg": message})
     return JsonLines().format(record)
 
 
+def error_line(message: str, *, source: str) -> str:
+    """The last error of a command, in the form of its log: a line of JSON, or the text as it is."""
+    is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+    return json_line(message, source=source, level=logging.ERROR) if is_json else message
+
+
 def configure_logging(level: Level, form: Format = "text") -> None:
-    """Log messages of this level and above to standard error. A second call replaces the first."""
+    """Log messages of this level and above to standard error. A second call replaces the first. As JSON, an exception that
+    ends the process is a line of the log too.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    sys.excepthook = _log_uncaught if form == "json" else sys.__excepthook__
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger(__name__).critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
