@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from disagg.integrations.vllm.kept import KeptRequests
 from disagg.integrations.vllm.metadata import HandOff
 from harness.vllm.engine import PREFILL, Answer, Engine
-from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty, wait_waiting
+from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty
 
 KEEP = {"keep": True}
 NUM_TURNS = 8
@@ -157,8 +156,8 @@ def test_edited_histories_and_caches(name: str, start: Start) -> None:
 
 
 def test_takers_expiry_and_bounds(start: Start) -> None:
-    """Decode servers take from each other. Of two takers one gets it. Blocks are free if a request has expired, if its taker
-    dies, or if others need them.
+    """Decode servers take from each other. Of two takers one gets it. Blocks are free if a request has expired, or if others
+    need them.
     """
     first = start(block_size=32, blocks=64, extra={"keep_s": 8.0, "kept_share": 0.5})
     second, third = start(block_size=64), start(block_size=32, tensor_parallel_size=2)
@@ -197,17 +196,6 @@ def test_takers_expiry_and_bounds(start: Start) -> None:
     (answer,) = first.generate([large], max_tokens=3)  # needs blocks of the others
     check_equal(second.generate([large], max_tokens=3), [answer])
     wait_free(first)
-
-    (before,) = first.generate([text], params=KEEP, max_tokens=10)
-    failed = first.counts["failed_sends"]  # one that expires is none
-    first.signal(signal.SIGSTOP)
-    second.add(whole, params=before.params)
-    wait_waiting(second)
-    time.sleep(2.0)  # it has reserved
-    second.kill()
-    first.signal(signal.SIGCONT)
-    wait_free(first)
-    assert first.counts["failed_sends"] == failed + 1
 
 
 def wait_free(engine: Engine) -> None:
