@@ -449,7 +449,12 @@ async def read_events(answer: ClientResponse, first: Awaitable[Body] | None) -> 
             if not begun and is_server_error(event):
                 raise Failed(f"{answer.url}: {event['error']}")
             if not filled and first is not None:
-                filled = await fill_in(event, first)
+                try:
+                    filled = await fill_in(event, first)
+                except (ClientError, Failed, Refused):
+                    if not begun:
+                        raise
+                    filled = True  # the client has a part of decode's answer, which goes on without prefill
                 data = b"data: " + json.dumps(event).encode() + b"\n"
         part += data
         begun = begun or line.startswith(b"data:")
@@ -469,7 +474,7 @@ async def send(request: web.Request, answer: ClientResponse, first: bytes, other
         async for part in others:
             await response.write(part)
         await response.write_eof()
-    except ClientError as error:
+    except (ClientError, Failed, Refused) as error:
         logger.warning("%s, in its answer: %s: %s", answer.url, type(error).__name__, error)
         if request.transport is not None:
             request.transport.close()

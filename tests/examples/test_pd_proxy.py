@@ -670,6 +670,41 @@ def test_sglang_prefill_fails_after_decode_has_begun(status: int) -> None:
     run(scenario, sglang(fails), sglang(slowly))
 
 
+@pytest.mark.parametrize("status", [400, 500])
+def test_vllm_prefill_fails_after_sglang_decode_has_begun(status: int) -> None:
+    """SGLang's first event says who speaks. The log-probabilities of the first token, which prefill has, stay open."""
+    opening, token = (
+        {"delta": {"role": "assistant"}, "logprobs": None},
+        {"delta": {"content": "a"}, "logprobs": {"content": [None]}},
+    )
+    events = [b"data: %s\n\n" % json.dumps({"choices": [choice]}).encode() for choice in (opening, token)]
+    goes_on = asyncio.Event()
+
+    async def fails(_: web.Request, __: Asked) -> web.StreamResponse:
+        await goes_on.wait()
+        return web.json_response({"error": "late"}, status=status)
+
+    async def slowly(request: web.Request, _: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(events[0])
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        await asyncio.sleep(0.05)
+        await response.write(events[1] + b"data: [DONE]\n\n")
+        return response
+
+    async def scenario(pair: Pair) -> None:
+        body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "logprobs": True}
+        status, text, _ = await pair.post(body, path="/v1/chat/completions")
+        found = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+        assert (status, found) == (200, [{"choices": [opening]}, {"choices": [token]}])
+        assert text.endswith("data: [DONE]\n\n")
+        assert len(pair.decode.asked) == 1
+
+    run(scenario, StandIn(fails), sglang(slowly), retry_s=2.0)
+
+
 def test_sglang_prefill_fails_since_decode_has_declined() -> None:
     """Decode has all of the request cached, and is asked once."""
     has_failed = asyncio.Event()

@@ -199,8 +199,8 @@ class SchedulerHalf:
             return None
         self._prompts.is_known(request)  # begins to read its adapter
         if self._exact and not first_token:
-            if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
-                return None
+            if request.prompt_token_ids is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
+                return None  # vLLM's workers compare the lengths of tokens and embeddings
             request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
             del request._all_token_ids[num_tokens:]
             request.num_prompt_tokens = num_tokens

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from disagg.integrations.vllm.prompts import Prompts
 from harness.vllm.engine import PREFILL, Answer, Engine
 from harness.vllm.models import write_adapter
+from tests.integrations.vllm.conftest import Start
 from tests.integrations.vllm.requests import ask_both, check_equal, connect, prompts, wait_empty
 
 LENGTH = 200
@@ -153,3 +154,18 @@ def test_digest_differs_whenever_vllms_own_hashes_differ() -> None:
         for length in (16, 32, 48, 64):
             is_same = one.block_hashes[length // 16 - 1] == other.block_hashes[length // 16 - 1]
             assert (prompt_digests.digest(one, length) == prompt_digests.digest(other, length)) is is_same
+
+
+def test_a_prompt_of_tokens_and_embeddings_is_not_cut(start: Start) -> None:
+    """Of a model with windows prefill computes all tokens but the last, and vLLM ends if a prompt has more embeddings."""
+    prefill = start("gemma3", enable_prompt_embeds=True).wait_ready()
+    (tokens,) = prompts((LENGTH,), seed=6)
+    mixed = {
+        "prompt_embeds": torch.randn(LENGTH, 256, generator=torch.Generator().manual_seed(9)) * 0.05,
+        "prompt_is_token_ids": [not 20 <= position < 40 for position in range(LENGTH)],
+    }
+    (alone,) = prefill.generate([tokens], max_tokens=1, **mixed)
+    (answer,) = prefill.generate([tokens], params=PREFILL, max_tokens=1, **mixed)
+    check_equal([alone], [answer])
+    assert answer.params is None
+    wait_empty(prefill)
