@@ -226,6 +226,7 @@ class Lender:
             lost = self._lost.setdefault((peer, account.epoch), {})
             lost |= {address: self._slots.replace(address) for address in account.unfilled.values()}
         account.unfilled.clear()
+        account.wants = 0  # it may still wait for its turn
         self._serve()
 
     def peer_quiet(self, peer: PeerRank, epoch: int) -> None:
@@ -263,6 +264,7 @@ class Borrower:
         self._outbox: list[tuple[PeerRank, SlotsFilled | Borrow]] = []
         self._reported: dict[PeerRank, dict[int, _Repeated]] = {}
         self._asked: dict[PeerRank, _Repeated] = {}
+        self._wishing: set[PeerRank] = set()  # those that may still know of a wish
 
     def report(self, peer: PeerRank, key: RequestKey, nonce: int, filled: Filled, now: float) -> None:
         """Report a filled slot to its receiver, until that lists its loan no more."""
@@ -274,10 +276,17 @@ class Borrower:
     def ask(self, peer: PeerRank, *, wanted: int, seen: int, returned: tuple[int, ...] = (), now: float) -> None:
         """Ask for `wanted` loans after the one of number `seen`, until some come, and give back `returned` ones."""
         self._asked.pop(peer, None)
+        self._wishing.discard(peer)
         if wanted:
+            self._wishing.add(peer)
             repeated = self._asked[peer] = _Repeated(Borrow(wanted=wanted, seen=seen))
             back_off(repeated, self._limits, now)
         self._outbox.append((peer, Borrow(wanted=wanted, seen=seen, returned=returned)))
+
+    def give_back(self, peer: PeerRank, returned: tuple[int, ...], *, seen: int, now: float) -> None:
+        """No request is open: give back loans, and take back what was asked for."""
+        if returned or peer in self._wishing:
+            self.ask(peer, wanted=0, seen=seen, returned=returned, now=now)
 
     def on_lend(self, peer: PeerRank, message: Lend) -> None:
         """The loans of a receiver, of which some may be new. Filled ones that it does not list have arrived."""
@@ -297,6 +306,7 @@ class Borrower:
         """A rank is gone: nothing more is sent to it."""
         self._reported.pop(peer, None)
         self._asked.pop(peer, None)
+        self._wishing.discard(peer)
 
     def _repeated(self) -> list[tuple[PeerRank, _Repeated]]:
         reported = [(peer, each) for peer, found in self._reported.items() for each in found.values()]

@@ -164,10 +164,11 @@ class Handshake:
         if hello.again or known is None or known.epoch != hello.epoch:
             self._check_descriptors(hello)
         siblings = hello.instance == me.instance
+        plans = b"" if siblings else self._agree(hello).digests  # a hello that is rejected opens no account
         lending, direct = (None, True) if siblings else self._terms(hello)
         return Welcome(
             **self._header(),
-            plans=b"" if siblings else self._agree(hello).digests,
+            plans=plans,
             members=members() if me.leader else (),
             placements=b"" if siblings else self._placements,
             backend=self._backend.name,

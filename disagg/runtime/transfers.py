@@ -145,9 +145,8 @@ class Transfers:
     def return_loans(self, effect: ReturnLoans, now: float) -> None:
         """No request is open towards a peer: what it has lent goes back."""
         loans = self._loans_of(effect.peer)
-        unused = loans.give_back() if loans is not None else ()
-        if unused:
-            self._ask(effect.peer, now, returned=unused)
+        if loans is not None:
+            self._sessions.borrower.give_back(effect.peer, loans.give_back(), seen=loans.seen, now=now)
 
     def _loans_of(self, peer: PeerRank) -> Loans | None:
         rank = self._handshake.rank(peer)

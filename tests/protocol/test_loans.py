@@ -417,3 +417,27 @@ def test_slots_of_one_request_share_a_message() -> None:
     messages = [message for _, message in told(writer)]
     assert [[slot.loan for slot in m.slots] for m in messages if isinstance(m, SlotsFilled)] == [[0, 2], [1]]
     assert told(writer) == []
+
+
+def test_a_writer_that_connects_anew_while_it_waits_leaves_no_slot_behind() -> None:
+    pool = Pool(total=12, window=4)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 100)
+    for generation in (1, 2, 3):
+        lender.open(PEER, 7, generation)
+        assert pool.num_free + lender.num_lent + lender.num_lost == 12
+        wants(lender, PEER, 100)
+
+
+def test_a_writer_without_requests_takes_back_what_it_has_asked_for() -> None:
+    effects = deque[Effect]()
+    borrower = Borrower(limits=Limits(), effects=effects)
+    borrower.give_back(PEER, (), seen=0, now=0.0)
+    borrower.ask(PEER, wanted=5, seen=0, now=0.0)
+    borrower.give_back(PEER, (), seen=0, now=0.0)
+    borrower.give_back(PEER, (3,), seen=3, now=0.0)
+    borrower.give_back(PEER, (), seen=3, now=0.0)
+    borrower.flush()
+    sent = [effect.message for effect in effects if isinstance(effect, SendMessage)]
+    assert sent == [Borrow(wanted=5, seen=0), Borrow(wanted=0, seen=0), Borrow(wanted=0, seen=3, returned=(3,))]
+    assert borrower.next_tick == float("inf")
