@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -182,11 +183,7 @@ def _cells(
             if all(_holds(members[0][1].axis(a.name), part) for a, part in zip(tensor.inner_axes, box, strict=True))
             for source in members
         ]
-        yield box, sorted(holding, key=_rank)
-
-
-def _rank(source: tuple[int, TensorLayout]) -> int:
-    return source[0]
+        yield box, sorted(holding, key=operator.itemgetter(0))
 
 
 def _cut(part: Interval, cuts: Sequence[int]) -> Iterator[Interval]:

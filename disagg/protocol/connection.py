@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disagg.protocol.messages import Lending
-from disagg.protocol.types import NEVER, PeerRank, State
+from disagg.protocol.types import NEVER, PeerRank, State, take_step
 
 LEADER = 0
 """The rank that answers for its instance."""
@@ -108,12 +108,8 @@ class PeerConnection:
         return min(self.hello_at, self.lost_at)
 
     def _step(self, step: ConnectionStep) -> bool:
-        """Perform a step. Returns whether the state has changed."""
-        after = CONNECTION_TABLE.get((self.state, step))
-        if after is None:
-            return False
-        self.state = after
-        return True
+        """See `take_step`."""
+        return take_step(CONNECTION_TABLE, self, step)
 
     # -- hellos ------------------------------------------------------------------------------------------------------
 

@@ -284,7 +284,7 @@ class Borrower:
         self._outbox.append((peer, Borrow(wanted=wanted, seen=seen, returned=returned)))
 
     def give_back(self, peer: PeerRank, returned: tuple[int, ...], *, seen: int, now: float) -> None:
-        """No request is open: give back loans, and take back what was asked for."""
+        """Return unused loans and withdraw the request for more, once no request is open towards the peer."""
         if returned or peer in self._wishing:
             self.ask(peer, wanted=0, seen=seen, returned=returned, now=now)
 

@@ -24,6 +24,7 @@ from disagg.protocol.types import (
     RequestKey,
     State,
     ids,
+    take_step,
 )
 
 
@@ -170,12 +171,8 @@ class Writer:
     lost_at: int | None = None
 
     def step(self, step: WriterStep) -> bool:
-        """Perform a step. Returns whether the table has it."""
-        after = WRITER_TABLE.get((self.state, step))
-        if after is None:
-            return False
-        self.state = after
-        return True
+        """See `take_step`."""
+        return take_step(WRITER_TABLE, self, step)
 
     def was_lost_at(self, epoch: int) -> bool:
         """Whether it is lost, and was at this epoch."""
@@ -233,6 +230,10 @@ class ReceiveSession:
     local_work: int = 0
     streams: dict[Hashable, Any] = field(default_factory=dict)
     armed_at: float = NEVER
+
+    def step(self, step: ReceiveStep) -> bool:
+        """See `take_step`."""
+        return take_step(RECEIVE_TABLE, self, step)
 
     @property
     def ended(self) -> bool:

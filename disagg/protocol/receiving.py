@@ -22,7 +22,6 @@ from disagg.protocol.messages import (
 )
 from disagg.protocol.receive_session import (
     MAX_STEPS,
-    RECEIVE_TABLE,
     Coverage,
     Expected,
     ReceiveSession,
@@ -104,7 +103,7 @@ class Receives:
 
     def ready(self, session: ReceiveSession, now: float) -> None:
         """The rows may be written now: reserve them."""
-        if not self._step(session, ReceiveStep.READY):
+        if not session.step(ReceiveStep.READY):
             return
         for writer, at in session.writers.items():
             self._reserve(session, writer, at, now)
@@ -118,7 +117,7 @@ class Receives:
 
     def abort(self, session: ReceiveSession, error: DisaggError, now: float) -> None:
         """End the request with `error`. Does nothing once it has ended."""
-        if not self._step(session, ReceiveStep.FAILURE):
+        if not session.step(ReceiveStep.FAILURE):
             return
         session.error = error
         session.drain_deadline = now + self._limits.drain_timeout_s
@@ -149,7 +148,7 @@ class Receives:
         if session.verify == "off":
             self._succeed(session)
         else:
-            self._step(session, ReceiveStep.LANDED)
+            session.step(ReceiveStep.LANDED)
             session.local_work += 1
             sums = {peer: writer.sums for peer, writer in session.writers.items()}
             start = StartVerify(session.key, session.peer, session.rows, session.need, sums)
@@ -166,7 +165,7 @@ class Receives:
         self._settle(session)
 
     def _succeed(self, session: ReceiveSession) -> None:
-        self._step(session, ReceiveStep.COVERED)
+        session.step(ReceiveStep.COVERED)
         for writer in session.writers.values():
             session.payload = session.payload or writer.payload
         self._end(session, ok=True)
@@ -175,7 +174,7 @@ class Receives:
     def _settle(self, session: ReceiveSession) -> None:
         """End a failed request once every writer is quiet and no local work uses its rows."""
         quiet = not session.local_work and all(writer.state.quiet for writer in session.writers.values())
-        if quiet and self._step(session, ReceiveStep.QUIET):
+        if quiet and session.step(ReceiveStep.QUIET):
             self._end(session, ok=False)
 
     def _end(self, session: ReceiveSession, *, ok: bool) -> None:
@@ -339,9 +338,3 @@ class Receives:
     def _schedule(self, session: ReceiveSession, writer: Writer, now: float) -> None:
         back_off(writer, self._limits, now)
         self._timers.arm(session)
-
-    def _step(self, session: ReceiveSession, step: ReceiveStep) -> bool:
-        state = RECEIVE_TABLE.get((session.state, step))
-        if state is not None:
-            session.state = state
-        return state is not None

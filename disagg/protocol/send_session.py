@@ -12,7 +12,7 @@ from disagg.core.errors import Cause, DisaggError, RequestAborted
 from disagg.core.leases import Lease
 from disagg.core.ranges import Ranges
 from disagg.protocol.messages import MAX_SECONDS, Abort, Complete, Drained, PartialChecksums, Reserve, TokenRange, Written
-from disagg.protocol.types import NEVER, Chunk, PeerRank, RequestKey, State, ids
+from disagg.protocol.types import NEVER, Chunk, PeerRank, RequestKey, State, ids, take_step
 
 _SUMS = np.dtype("<u8")
 
@@ -83,11 +83,8 @@ class Destination:
     lost_at: int | None = None
 
     def step(self, step: SendStep) -> bool:
-        """Take a step of the table. Returns whether the table has it; if not, nothing changes."""
-        state = SEND_TABLE.get((self.state, step))
-        if state is not None:
-            self.state = state
-        return state is not None
+        """See `take_step`."""
+        return take_step(SEND_TABLE, self, step)
 
     def settle(self, chunk: int, *, packed: int, sums: Iterable[PartialChecksums], unsettled: bool) -> None:
         """Note how the transfer of a chunk has ended. Checksums of chunks add up modulo 2**64."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -106,6 +106,25 @@ class State(enum.Enum):
     """A key of a transition table. Hashed by identity, because `enum` computes its hash in Python."""
 
     __hash__ = object.__hash__
+
+
+StateT = TypeVar("StateT", bound=State)
+StepT = TypeVar("StepT", bound=State)
+
+
+class HasState(Protocol[StateT]):
+    """Something whose state changes by the steps of a table."""
+
+    state: StateT
+
+
+def take_step(table: Mapping[tuple[StateT, StepT], StateT], machine: HasState[StateT], step: StepT) -> bool:
+    """Take a step of the table. Returns whether the table has it; if not, nothing changes."""
+    after = table.get((machine.state, step))
+    if after is None:
+        return False
+    machine.state = after
+    return True
 
 
 class Ticket(NamedTuple):

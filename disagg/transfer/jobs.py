@@ -61,15 +61,6 @@ class BoundTransfer(msgspec.Struct, frozen=True):
     prepared: PreparedSpans | None = None
     gathered: ListedStream | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.direct.total_nbytes + self.packed_nbytes
-
-    @property
-    def packed_nbytes(self) -> int:
-        """Bytes that go through slots of the peer's."""
-        return self.stream.total if self.stream is not None else 0
-
 
 class Job(msgspec.Struct, frozen=True):
     """Copies to make. `bind` computes them and may raise. They are posted once `ready` has passed, unless `cancelled()`."""

@@ -1,7 +1,7 @@
 """Conversations with vLLM's engines, in processes of their own without HTTP.
 
 Decode keeps every request, and prefill is given one of those with each of its own: mostly of another turn of the same
-conversation, and whichever it is, it must take of it what is the same only.
+conversation. Whichever it is, prefill must take only the beginning that both have in common.
 """
 
 from __future__ import annotations

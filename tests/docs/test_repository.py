@@ -1,4 +1,4 @@
-"""What others need to carry the project on: workflows that call targets that exist, and one version everywhere."""
+"""The workflows call make targets that exist, and every file names the same version."""
 
 from __future__ import annotations
 

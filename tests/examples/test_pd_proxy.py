@@ -115,6 +115,22 @@ async def streams(request: web.Request, _: Asked) -> web.StreamResponse:
     return response
 
 
+def in_two_parts(first: bytes, rest: bytes, *, between: asyncio.Event) -> Respond:
+    """An answer whose second part comes a little after `between` is set, which is a little after the first."""
+
+    async def respond(request: web.Request, _: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(first)
+        await asyncio.sleep(0.05)
+        between.set()
+        await asyncio.sleep(0.05)
+        await response.write(rest)
+        return response
+
+    return respond
+
+
 async def hangs(_: web.Request, __: Asked) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError
@@ -565,7 +581,7 @@ KEPT = {"remote_request_id": "of the server", "remote_keep_s": 60.0}
 
 
 async def keeps(_: web.Request, asked: Asked) -> web.StreamResponse:
-    """VLLM as decode, which says what it keeps when it is asked for it."""
+    """VLLM as decode. Asked for a request that it keeps, it returns the hand-over."""
     found = asked.body["kv_transfer_params"].get("kept_request_id")
     return web.json_response({"choices": [], **({"kv_transfer_params": {"kept": {**KEPT, "by": found}}} if found else {})})
 
@@ -652,22 +668,12 @@ def test_sglang_prefill_fails_after_decode_has_begun(status: int) -> None:
         await goes_on.wait()
         return web.json_response({"error": "late"}, status=status)
 
-    async def slowly(request: web.Request, _: Asked) -> web.StreamResponse:
-        response = web.StreamResponse(headers=SSE)
-        await response.prepare(request)
-        await response.write(b'data: {"text": "a"}\n\n')
-        await asyncio.sleep(0.05)
-        goes_on.set()
-        await asyncio.sleep(0.05)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
     async def scenario(pair: Pair) -> None:
         status, text, _ = await pair.post({"text": "a", "stream": True}, path="/generate")
         assert (status, text) == (200, 'data: {"text": "a"}\n\ndata: [DONE]\n\n')
         assert len(pair.decode.asked) == 1
 
-    run(scenario, sglang(fails), sglang(slowly))
+    run(scenario, sglang(fails), sglang(in_two_parts(b'data: {"text": "a"}\n\n', b"data: [DONE]\n\n", between=goes_on)))
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -684,16 +690,6 @@ def test_vllm_prefill_fails_after_sglang_decode_has_begun(status: int) -> None:
         await goes_on.wait()
         return web.json_response({"error": "late"}, status=status)
 
-    async def slowly(request: web.Request, _: Asked) -> web.StreamResponse:
-        response = web.StreamResponse(headers=SSE)
-        await response.prepare(request)
-        await response.write(events[0])
-        await asyncio.sleep(0.05)
-        goes_on.set()
-        await asyncio.sleep(0.05)
-        await response.write(events[1] + b"data: [DONE]\n\n")
-        return response
-
     async def scenario(pair: Pair) -> None:
         body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "logprobs": True}
         status, text, _ = await pair.post(body, path="/v1/chat/completions")
@@ -702,7 +698,8 @@ def test_vllm_prefill_fails_after_sglang_decode_has_begun(status: int) -> None:
         assert text.endswith("data: [DONE]\n\n")
         assert len(pair.decode.asked) == 1
 
-    run(scenario, StandIn(fails), sglang(slowly), retry_s=2.0)
+    decode = sglang(in_two_parts(events[0], events[1] + b"data: [DONE]\n\n", between=goes_on))
+    run(scenario, StandIn(fails), decode, retry_s=2.0)
 
 
 def test_sglang_prefill_fails_since_decode_has_declined() -> None:

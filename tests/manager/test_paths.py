@@ -48,7 +48,7 @@ class TransferModel:
         _, theirs = self.scene.rows(self.source, self.destination)
         name, case = self.scene.case.model.component, self.scene.case
         incoming = bind_incoming(plan, bound.parts, {name: theirs}, {name: (case.need, case.num_tokens)})
-        assert incoming.total == bound.packed_nbytes
+        assert incoming.total == (bound.stream.total if bound.stream is not None else 0)
         for offset in range(0, incoming.total, room):
             nbytes = min(room, incoming.total - offset)
             if bound.gathered is None:

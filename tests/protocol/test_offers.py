@@ -318,7 +318,7 @@ def test_a_request_that_is_still_wanted_is_named_to_each_writer() -> None:
 
 @pytest.mark.parametrize("has_all_ranks", [False, True])
 def test_a_taker_that_is_lost_uses_an_offer_up(has_all_ranks: bool) -> None:
-    """The rows of what was offered are free once nothing reads them, and nobody else gets it."""
+    """The offered rows are free once nothing reads them, and no other taker gets the request."""
     sessions = sessions_of({"D": 1 if has_all_ranks else 2, "E": 1})
     lease = Lease()
     session = offer(sessions, attempt=0, lease=lease)
@@ -332,7 +332,7 @@ def test_a_taker_that_is_lost_uses_an_offer_up(has_all_ranks: bool) -> None:
     refused = [type(effect[1]) for effect in effects if isinstance(effect, tuple) and effect[0] == E0]
     assert refused == [Abort, Drained]
     sessions.sends.settled(start.ticket, now=2.0, error="D/0 is gone")
-    if not has_all_ranks:  # another rank of the taker has not come: the server ends what waits for it
+    if not has_all_ranks:  # the taker's other rank has never reserved, so the server ends the request
         sessions.sends.abort(session, RequestAborted("it is kept no more"), 3.0)
     (event,) = [effect for effect in (*effects, *take_effects(sessions)) if isinstance(effect, Event)]
     assert (event.ok, lease.released) == (False, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -36,9 +36,10 @@ def distinct(pairs: Sequence[Pair]) -> Sequence[Pair]:
     """The pairs to show: all, or of more than `MAX_PAIRS` the first with the same figures."""
     if len(pairs) <= MAX_PAIRS:
         return pairs
-    return list({tuple((*_cells(part), *_key(part)) for part in pair.components): pair for pair in reversed(pairs)}.values())[
-        ::-1
-    ]
+    found: dict[Hashable, Pair] = {}
+    for pair in pairs:
+        found.setdefault(tuple((*_cells(part), *_key(part)) for part in pair.components), pair)
+    return list(found.values())
 
 
 def pairs_table(found: Summary, shown: Sequence[Pair]) -> Table:

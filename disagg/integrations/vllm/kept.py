@@ -22,7 +22,7 @@ from disagg.manager import new_request_id
 logger = logging.getLogger(__name__)
 
 KINDS = frozenset({Kind.FULL, Kind.WINDOW, Kind.LATENT, Kind.STATE})
-"""What is kept. Other states were not tried at positions other than the end of a prompt."""
+"""The kinds of state that are kept. Others were tried at the end of a prompt only."""
 
 
 def touch(manager: KVCacheManager, req_id: str) -> list[Any]:

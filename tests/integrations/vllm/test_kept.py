@@ -30,7 +30,7 @@ def kept(answer: Answer) -> dict[str, Any]:
 
 
 def turn(prefill: Engine, decode: Engine, prompt: list[int], given: dict[str, Any], **wanted: Any) -> tuple[Answer, Answer]:
-    """Prefill's and decode's answers to a prompt. Prefill is given what was kept of the turn before."""
+    """Prefill's and decode's answers to a prompt. Prefill gets the hand-over that was kept of the turn before."""
     params = {**PREFILL, **({"kept": given} if given else {})}
     (first,) = prefill.generate([prompt], params=params)
     assert first.params is not None

@@ -56,7 +56,7 @@ class Server:
         return request
 
     def step(self, **done: set[str]) -> tuple[StepMetadata, dict[str, int], list[Any]]:
-        """One step, at whose end the workers report what is `done`. Returns what they were told, the number of tokens that they
+        """Run one step, after which the workers report what is `done`. Returns the metadata that they got, the number of tokens
         computed of each request, and the outputs.
         """
         planned = self.scheduler.schedule()
