@@ -117,13 +117,14 @@ class Links:
         self._timers.disarm(link)
         self._effects.append(Disconnect(link.dial))
 
-    def drop(self, link: PeerConnection, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
+    def drop(self, link: PeerConnection, cause: str, *, announced: bool = False) -> None:
         """End this generation of a connection, if it was ready. The next hello begins another."""
+        generation = link.generation
         if not link.drop(cause):
             return
         self._ask_leader(link)
         if link.instance != self._own:
-            self._effects.append(Lost(link.peer, link.epoch, cause, announced, renewed))
+            self._effects.append(Lost(link.peer, link.epoch, generation, cause, announced))
 
     def _ask_leader(self, link: PeerConnection) -> None:
         """A rank is not connected any more: its leader may know of another one in its place."""

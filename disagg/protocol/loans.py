@@ -2,8 +2,8 @@
 
 Slots belong to the receiver, and to no peer. Each loan of a slot has a number of its own and is used once: the writer fills the
 slot and reports it until the receiver says that it knows; the receiver unpacks the slot, which is then free for anybody. A
-`Lend` lists every loan to a writer that the receiver takes for unfilled, so it may be lost, repeated and overtaken. What the
-receiver does not list any more has arrived.
+`Lend` lists every loan to a writer that the receiver takes for unfilled, so it may be lost, repeated and overtaken; it is
+repeated while there are any. What the receiver does not list any more has arrived.
 
 A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them. So one alone gets a
 window, many share, and what a writer never returns costs the others no more than that. Writers that wait are served in turn,
@@ -15,9 +15,11 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
 
 from disagg.protocol.messages import Borrow, Filled, Lend, Lending, RequestMessage, SlotsFilled
 from disagg.protocol.timers import back_off
@@ -32,6 +34,18 @@ from disagg.protocol.types import (
     UnpackSlot,
     ids,
 )
+
+
+class HeldLoans(Protocol):
+    """The loans of one receiver that its writer holds. See `disagg.transfer.staging.Loans`."""
+
+    seen: int
+
+    @property
+    def wanted(self) -> int: ...
+    def listed(self, loans: Sequence[tuple[int, int]], newest: int, /) -> tuple[int, ...]: ...
+    def give_back(self) -> tuple[int, ...]: ...
+
 
 NUMBERS_OF_PROCESS = 1 << 32
 """Loans are numbered from a random multiple of this on, so that a number of another process is not taken for one's own."""
@@ -60,7 +74,7 @@ class Slots(Protocol):
         """Nobody writes to a slot that was replaced: it may take the place of another."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Account:
     """The loans to one connection of a peer: by number, `unfilled` ones and those that are being `unpacked`. Numbers before
     `first` are of earlier connections, and `newest` is the last. `wants`: how many more it could fill.
@@ -73,6 +87,8 @@ class Account:
     unfilled: dict[int, int] = field(default_factory=dict)
     unpacked: dict[int, int] = field(default_factory=dict)
     wants: int = 0
+    retry_at: float = NEVER
+    retry_s: float = 0.0
 
     @property
     def num_held(self) -> int:
@@ -83,20 +99,29 @@ class Lender:
     """The receiver's side of one rank. `draw` returns that many random bits. Nothing is sent before `flush`."""
 
     def __init__(
-        self, *, effects: deque[Effect], slots: Slots | None = None, draw: Callable[[int], int] = secrets.randbits
+        self,
+        *,
+        effects: deque[Effect],
+        limits: Limits | None = None,
+        slots: Slots | None = None,
+        draw: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self._effects = effects
+        self._limits = limits or Limits()
+        self.next_tick = NEVER
+        """When `tick` next has something to do; it may be earlier."""
         self._slots = slots
         self._numbers = itertools.count(draw(30) * NUMBERS_OF_PROCESS + 1)
         self._accounts: dict[PeerRank, Account] = {}
+        self._retired: list[Account] = []  # of ended connections, with slots that are being unpacked
         self._waiting: deque[PeerRank] = deque()
         self._changed: dict[PeerRank, None] = {}
         self._lost: dict[tuple[PeerRank, int], dict[int, bool]] = {}  # by address: whether it was replaced
 
     @property
     def num_lent(self) -> int:
-        """Slots that writers hold, filled or not."""
-        return sum(account.num_held for account in tuple(self._accounts.values()))
+        """Slots that writers hold, filled or not, or that are being unpacked."""
+        return sum(account.num_held for account in (*self._accounts.values(), *self._retired))
 
     @property
     def num_lost(self) -> int:
@@ -145,7 +170,7 @@ class Lender:
         if account.wants and peer not in self._waiting:
             self._waiting.append(peer)
         if message.wanted:
-            self._changed[peer] = None  # the last list may have been lost
+            self._changed[peer] = None  # it asks until it is told
         self._serve()
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
@@ -174,8 +199,11 @@ class Lender:
         assert self._slots is not None
         account: Account = slot.account
         self._slots.give_back(account.unpacked.pop(slot.filled.loan))
-        if self._accounts.get(slot.peer) is account and not account.wants and not account.unpacked:
-            self._changed[slot.peer] = None  # else the next loans tell it
+        if not account.unpacked:
+            if self._accounts.get(slot.peer) is not account:
+                self._retired.remove(account)
+            elif not account.wants:
+                self._changed[slot.peer] = None  # else the next loans tell it
         self._serve()
 
     def _serve(self) -> None:
@@ -207,14 +235,17 @@ class Lender:
             self._changed[peer] = None
         return max(allowed, 0)
 
-    def peer_lost(self, peer: PeerRank, epoch: int, *, renewed: bool = False) -> None:
-        """A rank at that epoch is gone. If it has `renewed` its connection, only loans to the earlier one are, which `open` has
-        seen to.
-        """
+    def peer_lost(self, peer: PeerRank, epoch: int, generation: int) -> None:
+        """That generation of the connection to a rank at that epoch has ended. Loans to a later one stay."""
         account = self._accounts.get(peer)
-        if account is not None and account.epoch == epoch and not renewed:
+        if account is not None and account.epoch == epoch and account.generation <= generation:
             del self._accounts[peer]
             self._retire(peer, account)
+
+    def forget(self, instance: str) -> None:
+        """An instance is not known any more. A rank that said hello may never have been connected, and is not lost then."""
+        for peer in [peer for peer in self._accounts if peer.instance == instance]:
+            self._retire(peer, self._accounts.pop(peer))
 
     def _retire(self, peer: PeerRank, account: Account) -> None:
         """Slots that a connection may still write to are not lent again before `peer_quiet`, which may never come. Other
@@ -227,6 +258,8 @@ class Lender:
             lost |= {address: self._slots.replace(address) for address in account.unfilled.values()}
         account.unfilled.clear()
         account.wants = 0  # it may still wait for its turn
+        if account.unpacked:
+            self._retired.append(account)
         self._serve()
 
     def peer_quiet(self, peer: PeerRank, epoch: int) -> None:
@@ -237,20 +270,42 @@ class Lender:
         if self._slots is not None:
             self._serve()
 
-    def flush(self) -> None:
+    def tick(self, now: float) -> None:
+        """List the loans of writers again that have not filled them: that message may be lost, or their answer."""
+        if now < self.next_tick:
+            return
+        self.next_tick = NEVER
+        for peer, account in self._accounts.items():
+            if now >= account.retry_at and account.unfilled:
+                self._list(peer, account, now)
+            if account.unfilled:
+                self.next_tick = min(self.next_tick, account.retry_at)
+
+    def flush(self, now: float) -> None:
         """Tell each writer whose loans have changed."""
         changed, self._changed = self._changed, {}
         for peer in changed:
             account = self._accounts[peer]
-            loans = tuple(account.unfilled.items())
-            self._effects.append(SendMessage(peer, Lend(loans=loans, newest=account.newest)))
+            account.retry_s = 0.0
+            self._list(peer, account, now)
+            self.next_tick = min(self.next_tick, account.retry_at)
+
+    def _list(self, peer: PeerRank, account: Account, now: float) -> None:
+        """Send a writer the list of its loans, and note when to do so again."""
+        account.retry_at = NEVER
+        if account.unfilled:
+            back_off(account, self._limits, now)
+        self._effects.append(SendMessage(peer, Lend(loans=tuple(account.unfilled.items()), newest=account.newest)))
+
+
+M = TypeVar("M", SlotsFilled, Borrow)
 
 
 @dataclass
-class _Repeated:
-    """A message that is sent again until it is answered."""
+class _Repeated(Generic[M]):
+    """A message that is sent again until a `Lend` answers it."""
 
-    message: SlotsFilled | Borrow
+    message: M
     retry_at: float = 0.0
     retry_s: float = 0.0
 
@@ -262,8 +317,8 @@ class Borrower:
         self._limits = limits
         self._effects = effects
         self._outbox: list[tuple[PeerRank, SlotsFilled | Borrow]] = []
-        self._reported: dict[PeerRank, dict[int, _Repeated]] = {}
-        self._asked: dict[PeerRank, _Repeated] = {}
+        self._reported: dict[PeerRank, dict[int, _Repeated[SlotsFilled]]] = {}
+        self._asked: dict[PeerRank, _Repeated[Borrow]] = {}
         self._wishing: set[PeerRank] = set()  # those that may still know of a wish
 
     def report(self, peer: PeerRank, key: RequestKey, nonce: int, filled: Filled, now: float) -> None:
@@ -273,20 +328,38 @@ class Borrower:
         back_off(repeated, self._limits, now)
         self._outbox.append((peer, message))
 
-    def ask(self, peer: PeerRank, *, wanted: int, seen: int, returned: tuple[int, ...] = (), now: float) -> None:
-        """Ask for `wanted` loans after the one of number `seen`, until some come, and give back `returned` ones."""
+    def want(self, peer: PeerRank, loans: HeldLoans, now: float) -> None:
+        """Ask a receiver for as many slots as could be filled, until some come."""
+        if loans.wanted:
+            self._ask(peer, Borrow(wanted=loans.wanted, seen=loans.seen), now)
+
+    def give_back(self, peer: PeerRank, loans: HeldLoans, now: float, *, forgotten: tuple[int, ...] = ()) -> None:
+        """Return all unused loans and withdraw the request for more: no request is open towards the peer."""
+        returned = (*forgotten, *loans.give_back())
+        if returned or peer in self._wishing:
+            self._ask(peer, Borrow(wanted=0, seen=loans.seen, returned=returned), now)
+
+    def take(self, lent: TakeLoans, loans: HeldLoans, now: float, *, is_open: bool) -> None:
+        """Take the loans that a receiver has listed. Those that were given back are given back again: that message was lost or
+        is late. All go back unless a request `is_open`. Raises `RemoteProtocolError` as `HeldLoans.listed` does.
+        """
+        forgotten = loans.listed(lent.loans, lent.newest)
+        if not is_open:
+            self.give_back(lent.peer, loans, now, forgotten=forgotten)
+        elif forgotten:
+            self._ask(lent.peer, Borrow(wanted=loans.wanted, seen=loans.seen, returned=forgotten), now)
+
+    def _ask(self, peer: PeerRank, message: Borrow, now: float) -> None:
+        """Send a request, and again until it is answered if it wants slots. The receiver lists those that are not given back,
+        until they are.
+        """
         self._asked.pop(peer, None)
         self._wishing.discard(peer)
-        if wanted:
+        if message.wanted:
             self._wishing.add(peer)
-            repeated = self._asked[peer] = _Repeated(Borrow(wanted=wanted, seen=seen))
+            repeated = self._asked[peer] = _Repeated(msgspec.structs.replace(message, returned=()))
             back_off(repeated, self._limits, now)
-        self._outbox.append((peer, Borrow(wanted=wanted, seen=seen, returned=returned)))
-
-    def give_back(self, peer: PeerRank, returned: tuple[int, ...], *, seen: int, now: float) -> None:
-        """Return unused loans and withdraw the request for more, once no request is open towards the peer."""
-        if returned or peer in self._wishing:
-            self.ask(peer, wanted=0, seen=seen, returned=returned, now=now)
+        self._outbox.append((peer, message))
 
     def on_lend(self, peer: PeerRank, message: Lend) -> None:
         """The loans of a receiver, of which some may be new. Filled ones that it does not list have arrived."""
@@ -298,7 +371,7 @@ class Borrower:
             if not reported:
                 del self._reported[peer]
         asked = self._asked.get(peer)
-        if asked is not None and isinstance(asked.message, Borrow) and message.newest > asked.message.seen:
+        if asked is not None and message.newest > asked.message.seen:
             del self._asked[peer]
         self._effects.append(TakeLoans(peer, message.loans, message.newest))
 
@@ -308,9 +381,10 @@ class Borrower:
         self._asked.pop(peer, None)
         self._wishing.discard(peer)
 
-    def _repeated(self) -> list[tuple[PeerRank, _Repeated]]:
-        reported = [(peer, each) for peer, found in self._reported.items() for each in found.values()]
-        return [*reported, *self._asked.items()]
+    def _repeated(self) -> Iterator[tuple[PeerRank, _Repeated[SlotsFilled] | _Repeated[Borrow]]]:
+        for peer, found in self._reported.items():
+            yield from ((peer, each) for each in found.values())
+        yield from self._asked.items()
 
     def tick(self, now: float) -> None:
         """Repeat the messages that were not answered."""

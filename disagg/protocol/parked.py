@@ -40,10 +40,15 @@ class Parked:
         self._messages: dict[bytes, dict[tuple[PeerRank, RequestKey], Early]] = {}
         self._order: OrderedDict[tuple[RequestKey, PeerRank], float] = OrderedDict()
         self._count: Counter[str] = Counter()
+        self._reserves: Counter[PeerRank] = Counter()
         self._nbytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def has_reserve(self, peer: PeerRank) -> bool:
+        """Whether a reserve of a rank is parked."""
+        return self._reserves[peer] > 0
 
     def get(self, peer: PeerRank, key: RequestKey) -> Early | None:
         return self._messages.get(key.request_id, {}).get((peer, key))
@@ -57,6 +62,7 @@ class Parked:
         if self._nbytes[whose] + nbytes > self._limits.max_parked_nbytes:
             return False
         self._count[whose] += 1
+        self._reserves[peer] += isinstance(message, Reserve)
         self._nbytes[whose] += nbytes
         self._messages.setdefault(key.request_id, {})[peer, key] = message
         self._order[key, peer] = now + self._limits.parked_reserve_s
@@ -99,7 +105,11 @@ class Parked:
         if self._order.pop((key, peer), None) is not None:
             self._count[peer.instance] -= 1
             parked = self._messages[key.request_id]
-            self._nbytes[peer.instance] -= _nbytes(parked.pop((peer, key)))
+            message = parked.pop((peer, key))
+            self._nbytes[peer.instance] -= _nbytes(message)
+            self._reserves[peer] -= isinstance(message, Reserve)
+            if not self._reserves[peer]:
+                del self._reserves[peer]  # names come and go
             if not parked:
                 del self._messages[key.request_id]
 

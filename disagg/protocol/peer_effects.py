@@ -146,15 +146,15 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Effect: a rank at this epoch is gone, for the reason `cause`. `announced`: it said goodbye. `renewed`: the same process
-    has started another generation of its connection, with loans of its own.
+    """Effect: this generation of the connection to a rank at this epoch has ended, for the reason `cause`. `announced`: the
+    rank said goodbye.
     """
 
     peer: PeerRank
     epoch: int
+    generation: int
     cause: str
     announced: bool = False
-    renewed: bool = False
 
 
 PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Probe | Ready | Lost | Forgotten

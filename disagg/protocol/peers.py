@@ -380,7 +380,7 @@ class PeerTable:
             link.begin(hello.epoch, hello.generation)
             link.greet_soon(now)
         elif hello.generation > link.generation:
-            self._links.drop(link, "the peer has given the connection up", renewed=True)
+            self._links.drop(link, "the peer has given the connection up")
             link.begin(hello.epoch, hello.generation)
         self._confirm(link, now)
         if link.is_ready and hello.again:

@@ -209,6 +209,7 @@ class Sends:
                 self.table.ended.put(peer, key, Tombstone(message.nonce, reason=message.reason))
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
             self.parked.drop(peer, key)
+            self._return_loans(peer)
             if session is not None and session.may_reserve(peer):
                 if session.end_unreserved(peer, message.reason):
                     self._settle(session)
@@ -283,6 +284,7 @@ class Sends:
         for peer, message in list(self.parked.expire(now)):
             if isinstance(message, Reserve):
                 self._refuse(peer, message, f"nobody has sent the request within {self._limits.parked_reserve_s:g} s")
+                self._return_loans(peer)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -407,7 +409,16 @@ class Sends:
             self._num_reserved[peer] -= 1
             if not self._num_reserved[peer]:
                 del self._num_reserved[peer]
-                self._effects.append(ReturnLoans(peer))
+            self._return_loans(peer)
+
+    def has_open(self, peer: PeerRank) -> bool:
+        """Whether a rank has reserved for a request that is open, or will be."""
+        return peer in self._num_reserved or self.parked.has_reserve(peer)
+
+    def _return_loans(self, peer: PeerRank) -> None:
+        """Something of a rank has ended. If nothing is open, what it has lent goes back."""
+        if not self.has_open(peer):
+            self._effects.append(ReturnLoans(peer))
 
     def _report(self, session: SendSession) -> None:
         session.reported = True

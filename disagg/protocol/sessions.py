@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from disagg.core.errors import RemoteProtocolError
-from disagg.protocol.loans import Borrower, Lender, Slots
+from disagg.protocol.loans import Borrower, HeldLoans, Lender, Slots
 from disagg.protocol.messages import (
     Abort,
     Borrow,
@@ -38,7 +38,7 @@ from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.send_table import Readers
 from disagg.protocol.sending import Sends
 from disagg.protocol.timers import Timers
-from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMessage, Ticket, UnpackSlot, ids
+from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMessage, TakeLoans, Ticket, UnpackSlot, ids
 
 
 class Sessions:
@@ -64,7 +64,7 @@ class Sessions:
         self._timers = Timers()
         self.receives = Receives(group=group, epoch=epoch, limits=limits, effects=self.effects, timers=self._timers)
         self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers, readers_of=readers_of)
-        self.lender = Lender(effects=self.effects, slots=slots, draw=draw)
+        self.lender = Lender(effects=self.effects, limits=limits, slots=slots, draw=draw)
         self.borrower = Borrower(limits=limits, effects=self.effects)
 
     def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
@@ -112,6 +112,12 @@ class Sessions:
         if destination is not None and destination.state is not SendState.LOST:
             self.borrower.report(ticket.peer, ticket.key, destination.reserved.nonce, filled, now)
 
+    def take_loans(self, lent: TakeLoans, loans: HeldLoans, now: float) -> None:
+        """Carry out `TakeLoans` on the loans of that connection. Raises `RemoteProtocolError` for a slot that the peer has not
+        registered.
+        """
+        self.borrower.take(lent, loans, now, is_open=self.sends.has_open(lent.peer))
+
     def unpacked(self, slot: UnpackSlot, now: float, *, error: str = "") -> None:
         """A slot has been unpacked into its session's rows, or could not be."""
         self.lender.unpacked(slot)
@@ -119,14 +125,14 @@ class Sessions:
         self.receives.end_unpack(slot.session, slot.peer, chunk=filled.chunk, nbytes=filled.nbytes, now=now, error=error)
 
     def peer_lost(
-        self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, direct: bool = True, renewed: bool = False
+        self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, generation: int = 0, direct: bool = True
     ) -> None:
-        """The peer's process or its connection is gone for good at this epoch. One that is not `direct` has never written rows,
-        but slots only. `renewed`: the same process has a new connection.
+        """The process of a peer, or this generation of its connection, is gone for good. One that is not `direct` has written
+        slots only, never rows.
         """
         self.receives.peer_lost(peer, cause, now, epoch=epoch, direct=direct)
         self.sends.peer_lost(peer, cause, epoch=epoch)
-        self.lender.peer_lost(peer, epoch, renewed=renewed)
+        self.lender.peer_lost(peer, epoch, generation)
         self.borrower.peer_lost(peer)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
@@ -151,6 +157,7 @@ class Sessions:
         """Forget the attempts of an instance that is not known any more."""
         self.receives.forget(instance)
         self.sends.forget(instance, now)
+        self.lender.forget(instance)
 
     def tick(self, now: float) -> None:
         """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""
@@ -162,13 +169,14 @@ class Sessions:
                 self.sends.tick(session, now)
             self._timers.arm(session)
         self.sends.expire(now)
+        self.lender.tick(now)
         self.borrower.tick(now)
 
-    def flush(self) -> None:
+    def flush(self, now: float) -> None:
         """Send the messages about slots since the last call."""
-        self.lender.flush()
+        self.lender.flush(now)
         self.borrower.flush()
 
     def next_tick(self) -> float:
         """The earliest time at which `tick` may have something to do; infinity if nothing is open."""
-        return min(self._timers.next, self.sends.parked.next_expiry, self.borrower.next_tick)
+        return min(self._timers.next, self.sends.parked.next_expiry, self.lender.next_tick, self.borrower.next_tick)

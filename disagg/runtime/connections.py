@@ -191,7 +191,7 @@ class Connections:
         self._lost[lost.peer, lost.epoch] = None
         self._connecting.pop(lost.peer, None)
         direct = self._handshake.is_direct(lost.peer, lost.epoch)
-        self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch, direct=direct, renewed=lost.renewed)
+        self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch, generation=lost.generation, direct=direct)
         rank = self._handshake.disconnect(lost.peer, lost.epoch)
         if rank is not None:
             if len(self._fencing) >= MAX_FENCING:

@@ -195,7 +195,7 @@ class Dispatch:
         self._carry_out_sessions(now)
         for report in self._worker.take_reports():
             self._transfers.take(report, now)
-        self._sessions.flush()
+        self._sessions.flush(now)
         self._carry_out_sessions(now)
         self.channel.flush()
         self._transfers.count_settled()

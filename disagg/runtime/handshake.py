@@ -28,12 +28,15 @@ from disagg.transfer.staging import Loans
 
 logger = ThreadLog(__name__)
 
+MAX_TOLD = 2
+"""Processes of a rank of which is known whether they were told that they may write rows."""
+
 
 @dataclass(frozen=True)
 class RemoteRank:
     """A connected rank of a peer: the engine's peer at one epoch and generation of the connection, its process if the kernel
     attests it, the plans in both directions, and the loans of its slots. `direct`: this rank may write the peer's rows, and not
-    only slots. `is_packed`: the peer packs what it writes here, or some of it.
+    only slots. `has_small`: some of what the peer writes here is packed, whether or not it may write rows.
 
     `prepared` is the outgoing plan as the engine has it, if the engine computes addresses. `pack` and `unpack` make the streams
     of the two plans. `gathers_from` is as in `Gathering`.
@@ -47,7 +50,7 @@ class RemoteRank:
     incoming: TransferPlan
     loans: Loans | None
     direct: bool
-    is_packed: bool
+    has_small: bool
     checksum_plans: Callable[[], dict[str, ChecksumPlan]]
     prepared: PreparedPlan | None
     pack: MakeStream
@@ -94,7 +97,7 @@ class Handshake:
         self._memory = memory
         self._pack_below = pack_below
         self._direct_between_hosts = direct_between_hosts
-        self._direct: dict[PeerRank, dict[int, bool]] = {}  # by epoch: the newest two
+        self._direct: dict[PeerRank, dict[int, bool]] = {}  # by epoch
         self._attest = attest
         self._agreements = Agreements(local)
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
@@ -193,13 +196,14 @@ class Handshake:
             attested = self._attest(hello.instance, hello.rank, hello.epoch) is not None
             must_pack = hello.packs and self._pack_below > 0 and not self._direct_between_hosts
             direct[hello.epoch] = attested or not must_pack
-            if len(direct) > 2:
+            if len(direct) > MAX_TOLD:
                 del direct[next(iter(direct))]
         return self._lend(peer, hello.epoch, hello.generation), direct[hello.epoch]
 
     def is_direct(self, peer: PeerRank, epoch: int) -> bool:
-        """Whether a rank at an epoch may have written rows."""
-        return self._direct.get(peer, {}).get(epoch, True)
+        """Whether a rank at an epoch may have written rows. One that was never told of this rank's memory cannot have."""
+        told = self._direct.get(peer, {})
+        return told.get(epoch, len(told) == MAX_TOLD)  # it may be among those that are forgotten
 
     def validate_welcome(self, welcome: Welcome) -> tuple[int, frozenset[int]]:
         """Validate a peer's welcome and return its number of ranks, and those that this rank connects to. Raises `DisaggError`
@@ -292,7 +296,7 @@ class Handshake:
             incoming,
             loans,
             welcome.direct,
-            not self.is_direct(peer, welcome.epoch) or has_small(incoming, self._pack_below),
+            has_small(incoming, self._pack_below),
             sums,
             prepared,
             pack,

@@ -128,35 +128,28 @@ class Transfers:
     def lend_ahead(self, peer: PeerRank) -> None:
         """A writer is asked for bytes: lend the slots that it will want first, so that it need not ask."""
         rank = self._handshake.rank(peer)
-        if rank is not None and rank.is_packed:
+        if rank is not None and (rank.has_small or not self._handshake.is_direct(peer, rank.epoch)):
             self._sessions.lender.ahead(peer)
 
     def take_loans(self, effect: TakeLoans, now: float) -> None:
-        """The peer has listed its loans. Those that were given back are given back again: that message was lost or is late."""
+        """The peer has listed its loans."""
         loans = self._loans_of(effect.peer)
+        if loans is None:
+            return
         try:
-            forgotten = loans.listed(effect.loans, effect.newest) if loans is not None else ()
+            self._sessions.take_loans(effect, loans, now)
         except RemoteProtocolError as error:
             self._on_unreachable(effect.peer, str(error), now)
-            return
-        if forgotten:
-            self._ask(effect.peer, now, returned=forgotten)
 
     def return_loans(self, effect: ReturnLoans, now: float) -> None:
         """No request is open towards a peer: what it has lent goes back."""
         loans = self._loans_of(effect.peer)
         if loans is not None:
-            self._sessions.borrower.give_back(effect.peer, loans.give_back(), seen=loans.seen, now=now)
+            self._sessions.borrower.give_back(effect.peer, loans, now)
 
     def _loans_of(self, peer: PeerRank) -> Loans | None:
         rank = self._handshake.rank(peer)
         return rank.loans if rank is not None else None
-
-    def _ask(self, peer: PeerRank, now: float, *, returned: tuple[int, ...] = ()) -> None:
-        """Tell a peer how many slots could be filled beside those that it has lent, and which of these are given back."""
-        loans = self._loans_of(peer)
-        if loans is not None and (returned or loans.wanted):
-            self._sessions.borrower.ask(peer, wanted=loans.wanted, seen=loans.seen, returned=returned, now=now)
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
@@ -192,7 +185,9 @@ class Transfers:
             filled = Filled(report.loan, ticket.chunk, report.parts, report.offset, report.nbytes)
             self._sessions.slot_filled(ticket, filled, now)
         elif isinstance(report, SlotsWanted):
-            self._ask(ticket.peer, now)
+            loans = self._loans_of(ticket.peer)
+            if loans is not None:
+                self._sessions.borrower.want(ticket.peer, loans, now)
         else:
             self._take_settled(ticket, report, now)
 

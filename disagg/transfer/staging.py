@@ -253,6 +253,7 @@ class Loans:
             forgotten = tuple(number for number, _ in loans if self._first < number <= self.seen and number not in known)
             numbers = {number for number, _ in loans}
             self._used = {number for number in self._used if number in numbers or number > newest}
+            self._free = {number: found for number, found in self._free.items() if number in numbers or number > newest}
             self.seen = max(self.seen, newest)
             self._free.update(new)
         return forgotten

@@ -29,7 +29,7 @@ _REACHABLE = _reachable(
 
 
 def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
-    """Sessions move along their tables, and memory is bounded."""
+    """Sessions move along their tables, memory is bounded, and every slot is in one place."""
     for opened in host.opened:
         for peer, state in _states(opened.session):
             before = opened.states.get(peer, state)
@@ -41,6 +41,11 @@ def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
         raise Violation(f"{host.name} has {len(sends.parked)} parked reserves")
     if max(len(sends.table.ended), len(receives._ended)) > limits.max_tombstones:
         raise Violation(f"{host.name} has {len(sends.table.ended)} and {len(receives._ended)} tombstones")
+    lender, pool = host.sessions.lender, host.slots
+    if lender.num_lent + pool.num_free + lender.num_lost != pool.total:
+        raise Violation(
+            f"{host.name} has {pool.total} slots: {lender.num_lent} lent, {pool.num_free} free, {lender.num_lost} lost"
+        )
 
 
 def _states(session: ReceiveSession | SendSession) -> list[tuple[PeerRank | None, State]]:

@@ -187,7 +187,7 @@ class ConnectionWorld:
                 self._send(process, dial, message)  # type: ignore[arg-type]
             case ReplyOn(connection, message):
                 self._reply(process, connection, message)  # type: ignore[arg-type]
-            case Lost(_, _, cause):
+            case Lost(_, _, _, cause):
                 self.lost.append((self.now, process.who, cause))
 
     # -- time --------------------------------------------------------------------------------------------------------

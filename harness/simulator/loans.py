@@ -68,8 +68,7 @@ class PackedTransfer:
         elif not self._has_asked:
             self._has_asked = True
             sessions, peer = self._flight.source.sessions, self._flight.ticket.peer
-            ask = partial(sessions.borrower.ask, peer, wanted=self._loans.wanted, seen=self._loans.seen, now=self._world.now)
-            self._world.act(self._flight.source, ask)
+            self._world.act(self._flight.source, partial(sessions.borrower.want, peer, self._loans, self._world.now))
         return loan
 
     def _again(self, delay_s: float) -> None:
@@ -162,18 +161,18 @@ class Staging:
 
     def _take(self, host: Host, effect: TakeLoans) -> None:
         loans = self._of(host, effect.peer)
-        forgotten = loans.listed(effect.loans, effect.newest) if loans is not None else ()
-        if loans is not None and forgotten:
-            self._ask(host, effect.peer, loans, forgotten)
+        if loans is not None:
+            host.sessions.take_loans(effect, loans, self.world.now)
 
     def _return(self, host: Host, effect: ReturnLoans) -> None:
         loans = self._of(host, effect.peer)
-        numbers = loans.give_back() if loans is not None else ()
-        if loans is not None and numbers:
-            self._ask(host, effect.peer, loans, numbers)
+        if loans is not None:
+            host.sessions.borrower.give_back(effect.peer, loans, self.world.now)
 
-    def _ask(self, host: Host, peer: PeerRank, loans: Loans, returned: tuple[int, ...]) -> None:
-        host.sessions.borrower.ask(peer, wanted=loans.wanted, seen=loans.seen, returned=returned, now=self.world.now)
+    def lend_ahead(self, host: Host, peer: PeerRank) -> None:
+        """A receiver reserves: lend the first slots."""
+        if self._open(self.world.hosts[peer], host) is not None:
+            host.sessions.lender.ahead(peer)
 
     def _unpack(self, host: Host, effect: UnpackSlot) -> None:
         self.world.at(self.world.now + self.world.faults.unpack_s(), partial(self._scatter, host, effect), of=host)
@@ -195,14 +194,12 @@ class Staging:
 
 
 def check_loans(hosts: Sequence[Host]) -> None:
-    """Every filled slot has arrived, nobody waits for a slot, and no slot was lost."""
+    """Every filled slot has arrived, nobody waits for a slot, and every slot is free again."""
     for host in hosts:
         if not host.alive:
             continue
         borrower, lender, pool = host.sessions.borrower, host.sessions.lender, host.slots
-        if borrower._reported:
-            raise Violation(f"{host.name} still reports filled slots: {list(borrower._reported)}")
-        if lender.num_lost or lender.num_lent + pool.num_free != pool.total:
-            raise Violation(
-                f"{host.name} has {pool.total} slots: {lender.num_lent} lent, {pool.num_free} free, {lender.num_lost} lost"
-            )
+        if borrower._reported or borrower._asked:
+            raise Violation(f"{host.name} still reports filled slots or asks for more: {borrower._reported}, {borrower._asked}")
+        if pool.num_free != pool.total:
+            raise Violation(f"{host.name} has {pool.num_free} of {pool.total} slots free, {lender.num_lost} lost")

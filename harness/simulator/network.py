@@ -6,6 +6,7 @@ from functools import partial
 
 from disagg.protocol.messages import Borrow, Busy, Lend, RequestMessage, Reserve, decode, encode
 from disagg.protocol.types import PeerRank, SendMessage
+from harness.simulator.loans import Staging
 from harness.simulator.model import Host
 from harness.simulator.world import World
 
@@ -13,16 +14,16 @@ from harness.simulator.world import World
 class Network:
     """Carries the encoded messages of a world between its ranks."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, staging: Staging) -> None:
         self.num_messages = 0
-        self._world = world
+        self._world, self._staging = world, staging
         world.on(SendMessage, self.send)
 
     def send(self, host: Host, effect: SendMessage) -> None:
         """Send a message; the faults decide which copies arrive, and when."""
         world = self._world
         if isinstance(effect.message, Reserve):
-            host.sessions.lender.ahead(effect.peer)
+            self._staging.lend_ahead(host, effect.peer)
         data, epoch = encode(effect.message), host.epochs[effect.peer]
         for delay in world.faults.message(self.num_messages, world.now):
             world.at(world.now + delay, partial(self.deliver, host, effect.peer, epoch, data), of=effect.peer)

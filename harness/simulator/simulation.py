@@ -20,8 +20,9 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, faults: Faults) -> None:
         self._world = World(scenario, faults)
-        self._network = Network(self._world)
-        self._engine = Engine(self._world, self._network, Staging(self._world))
+        staging = Staging(self._world)
+        self._network = Network(self._world, staging)
+        self._engine = Engine(self._world, self._network, staging)
         Losses(self._world, Servers(self._world))
 
     @property

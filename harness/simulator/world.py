@@ -71,7 +71,7 @@ class World:
             return
         call()
         self._carry_out(host)
-        host.sessions.flush()
+        host.sessions.flush(self.now)
         self._carry_out(host)
         check_host(host, self.scenario.limits, num_instances=len({peer.instance for peer in self.hosts}))
         due = host.sessions.next_tick()

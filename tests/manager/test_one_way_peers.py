@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from disagg import new_request_id
+from disagg import ConnectionLimits, new_request_id
 from disagg.backends.base import Fence
 from disagg.core.errors import RequestTimeout
 from disagg.testing.reference import KVModel
@@ -25,12 +25,12 @@ NOBODY = "tcp://127.0.0.1:9"
 
 
 @contextmanager
-def ranks(*advertised: str | None) -> Iterator[list[Rank]]:
+def ranks(*advertised: str | None, links: ConnectionLimits = LINKS) -> Iterator[list[Rank]]:
     """A prefill rank that admits everybody, and a decode rank for each address that is advertised (`None`: its own)."""
     started = start_side(MODEL, Side(), "prefill-0", num_layers=2, settings={"admit": "any", "connection_limits": LINKS})
     try:
         for number, advertise in enumerate(advertised):
-            settings = {"advertise": advertise, "connection_limits": LINKS}
+            settings = {"advertise": advertise, "connection_limits": links}
             started += start_side(MODEL, Side(), f"decode-{number}", num_layers=2, settings=settings)
             started[-1].manager.add_peer("prefill-0", address=started[0].manager.address)
             started[-1].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
@@ -78,6 +78,16 @@ def test_source_rows_come_back_though_their_reader_was_never_connected(ended_by:
         decode.manager.close()
         forget(prefill, "decode-0", "removed")
         until(lambda: not prefill.manager._runtime.sessions.sends.sessions)
+
+
+def test_rows_come_back_from_a_peer_that_was_never_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill does not reach decode, and cannot know decode's memory. The engine proves nothing about it."""
+    with ranks(NOBODY, links=dataclasses.replace(LINKS, heartbeat_timeout_s=0.5)) as (_, decode):
+        monkeypatch.setattr(decode.manager._runtime.backend, "fence", lambda *_, **__: Fence.UNKNOWN)
+        receiver = want(decode, new_request_id())
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert not event.ok
+        until(lambda: event.lease.released)
 
 
 def test_a_transfer_that_begins_as_its_peer_is_removed_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def make(pool: Pool, *peers: PeerRank) -> Lender:
 
 def told(lender: Lender | Borrower) -> list[tuple[PeerRank, object]]:
     """The messages since the last call, which must be the only effects."""
-    lender.flush()
+    lender.flush(0.0) if isinstance(lender, Lender) else lender.flush()
     effects = list(lender._effects)
     lender._effects.clear()
     assert all(isinstance(effect, SendMessage) for effect in effects)
@@ -288,9 +288,9 @@ def test_loans_of_a_lost_writer_come_back_with_the_proof() -> None:
     (first, _), _ = listed(lender)[PEER]
     unpack = unpack_of(lender, filled(first))
     assert unpack is not None
-    lender.peer_lost(PEER, 6)
+    lender.peer_lost(PEER, 6, 0)
     assert lender.num_lost == 0, "another process"
-    lender.peer_lost(PEER, 7)
+    lender.peer_lost(PEER, 7, 0)
     lender.unpacked(unpack)
     assert (pool.num_free, lender.num_lost, lender.num_lent) == (3, 1, 0)
     assert told(lender) == []
@@ -308,7 +308,7 @@ def test_loans_of_a_lost_writer_are_replaced_as_long_as_there_are_addresses() ->
     lender = make(pool, PEER)
     wants(lender, PEER, 2)
     lent = {address for _, address in listed(lender)[PEER]}
-    lender.peer_lost(PEER, 7)
+    lender.peer_lost(PEER, 7, 0)
     assert (pool.num_free, pool.spare, lender.num_lost) == (3, 0, 1)
     assert not lent & set(pool.free)
     lender.peer_quiet(PEER, 7)
@@ -333,7 +333,7 @@ def test_a_rank_says_that_peers_which_are_gone_may_write_to_most_of_its_slots() 
     lender = make(pool, PEER)
     assert lender.problem == ""
     wants(lender, PEER, 3)
-    lender.peer_lost(PEER, 7)
+    lender.peer_lost(PEER, 7, 0)
     assert lender.problem == "3 of 4 staging slots may still be written by peers that are gone"
     lender.peer_quiet(PEER, 7)
     assert lender.problem == ""
@@ -346,7 +346,7 @@ def test_a_renewed_connection_keeps_its_own_loans() -> None:
     old = listed(lender)[PEER]
     lender.open(PEER, 7, 1)
     wants(lender, PEER, 1)
-    lender.peer_lost(PEER, 7, renewed=True)
+    lender.peer_lost(PEER, 7, 0)
     assert (pool.num_free, lender.num_lost, lender.num_lent) == (5, 2, 1)
     assert unpack_of(lender, filled(old[0][0])) is None
     lender.peer_quiet(PEER, 7)
@@ -386,27 +386,48 @@ def test_a_filled_slot_is_reported_until_it_is_listed_no_more() -> None:
     assert writer.next_tick == NEVER
 
 
+class Held:
+    """The loans that a writer holds: `wanted` more, and `free` ones."""
+
+    def __init__(self, wanted: int = 0, seen: int = 0, free: tuple[int, ...] = (), forgotten: tuple[int, ...] = ()) -> None:
+        self.wanted, self.seen, self.free, self.forgotten = wanted, seen, free, forgotten
+
+    def listed(self, loans: object, newest: int) -> tuple[int, ...]:
+        self.seen = newest
+        return self.forgotten
+
+    def give_back(self) -> tuple[int, ...]:
+        free, self.free = self.free, ()
+        return free
+
+
 def test_slots_are_asked_for_until_some_come() -> None:
     writer = borrower()
-    writer.ask(PEER, wanted=3, seen=4, now=0.0)
+    writer.want(PEER, Held(wanted=3, seen=4), 0.0)
     assert told(writer) == [(PEER, Borrow(wanted=3, seen=4))]
     lend(writer, newest=4)
     writer.tick(1.0)
     assert told(writer) == [(PEER, Borrow(wanted=3, seen=4))]
     lend(writer, 5, newest=5)
     assert writer.next_tick == NEVER
-    writer.ask(PEER, wanted=3, seen=5, now=0.0)
-    writer.ask(PEER, wanted=2, seen=5, returned=(5,), now=0.0)
-    assert writer.next_tick < NEVER, "what is given back ends no demand"
-    writer.ask(PEER, wanted=0, seen=5, returned=(5,), now=0.0)
-    assert writer.next_tick == NEVER
-    assert [message for _, message in told(writer)][-2:] == [
-        Borrow(wanted=2, seen=5, returned=(5,)),
-        Borrow(wanted=0, seen=5, returned=(5,)),
-    ]
-    writer.ask(PEER, wanted=3, seen=5, now=0.0)
+    writer.want(PEER, Held(seen=5), 0.0)
+    assert told(writer) == []
+    writer.want(PEER, Held(wanted=3, seen=5), 0.0)
     writer.peer_lost(PEER)
     assert writer.next_tick == NEVER
+
+
+def test_listed_loans_of_a_writer_without_requests_go_back() -> None:
+    writer = borrower()
+    lent = TakeLoans(PEER, ((6, 24576), (7, 28672)), 7)
+    writer.take(lent, Held(free=(6, 7)), 0.0, is_open=True)
+    assert told(writer) == []
+    writer.take(lent, Held(free=(7,), forgotten=(6,)), 0.0, is_open=False)
+    assert told(writer) == [(PEER, Borrow(wanted=0, seen=7, returned=(6, 7)))]
+    writer.take(lent, Held(wanted=2, free=(7,), forgotten=(6,)), 0.0, is_open=True)
+    assert told(writer) == [(PEER, Borrow(wanted=2, seen=7, returned=(6,)))]
+    writer.tick(1.0)
+    assert told(writer) == [(PEER, Borrow(wanted=2, seen=7))]
 
 
 def test_slots_of_one_request_share_a_message() -> None:
@@ -430,14 +451,51 @@ def test_a_writer_that_connects_anew_while_it_waits_leaves_no_slot_behind() -> N
 
 
 def test_a_writer_without_requests_takes_back_what_it_has_asked_for() -> None:
-    effects = deque[Effect]()
-    borrower = Borrower(limits=Limits(), effects=effects)
-    borrower.give_back(PEER, (), seen=0, now=0.0)
-    borrower.ask(PEER, wanted=5, seen=0, now=0.0)
-    borrower.give_back(PEER, (), seen=0, now=0.0)
-    borrower.give_back(PEER, (3,), seen=3, now=0.0)
-    borrower.give_back(PEER, (), seen=3, now=0.0)
-    borrower.flush()
-    sent = [effect.message for effect in effects if isinstance(effect, SendMessage)]
-    assert sent == [Borrow(wanted=5, seen=0), Borrow(wanted=0, seen=0), Borrow(wanted=0, seen=3, returned=(3,))]
-    assert borrower.next_tick == float("inf")
+    writer = borrower()
+    writer.give_back(PEER, Held(), 0.0)
+    writer.want(PEER, Held(wanted=5), 0.0)
+    writer.give_back(PEER, Held(), 0.0)
+    writer.give_back(PEER, Held(free=(3,), seen=3), 0.0)
+    writer.give_back(PEER, Held(seen=3), 0.0)
+    expected = [Borrow(wanted=5, seen=0), Borrow(wanted=0, seen=0), Borrow(wanted=0, seen=3, returned=(3,))]
+    assert told(writer) == [(PEER, message) for message in expected]
+    assert writer.next_tick == NEVER
+
+
+def test_loans_are_listed_again_while_they_are_not_filled() -> None:
+    pool = Pool(total=4, window=4)
+    lender = make(pool, PEER, SIBLING)
+    assert lender.next_tick == NEVER
+    wants(lender, PEER, 2)
+    loans = listed(lender)[PEER]
+    for now, expected in ((0.4, 0), (0.5, 1), (1.0, 0), (1.5, 1), (3.5, 1)):
+        lender.tick(now)
+        assert len(told(lender)) == expected, now
+    lender.on_filled(PEER, filled(loans[0][0]), lambda: None)
+    assert listed(lender) == {PEER: loans[1:]}
+    wants(lender, PEER, 0, seen=loans[1][0], returned=[loans[1][0]])
+    lender.tick(100.0)
+    assert told(lender) == []
+    assert lender.next_tick == NEVER
+
+
+def test_the_end_of_a_connection_leaves_the_loans_of_a_later_one() -> None:
+    """Both sides give a connection up at once: the peer's hello of the next one may be taken before the loss of the last."""
+    pool = Pool(total=8, window=4)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 2)
+    terms = lender.open(PEER, 7, 1)
+    lender.peer_lost(PEER, 7, 0)
+    assert lender.open(PEER, 7, 1) == terms
+    wants(lender, PEER, 1)
+    lender.peer_lost(PEER, 7, 2)
+    assert (pool.num_free, lender.num_lost, lender.num_lent) == (5, 3, 0)
+
+
+def test_slots_of_an_instance_that_is_forgotten_are_lost() -> None:
+    pool = Pool(total=4, window=4)
+    lender = make(pool, PEER, SIBLING, PeerRank("prefill-1", 0))
+    wants(lender, PEER, 1)
+    wants(lender, PeerRank("prefill-1", 0), 1)
+    lender.forget("prefill-0")
+    assert (pool.num_free, lender.num_lost, lender.num_lent) == (2, 1, 1)

@@ -15,6 +15,7 @@ from disagg.protocol.messages import (
     MAX_COMPONENTS,
     Abort,
     Busy,
+    Decline,
     Drained,
     Message,
     Outcome,
@@ -26,7 +27,7 @@ from disagg.protocol.messages import (
 from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.timers import MAX_KEPT_REASON
-from disagg.protocol.types import Chunk, Limits, PeerRank, RequestKey, SendMessage, StartTransfer
+from disagg.protocol.types import Chunk, Limits, PeerRank, RequestKey, ReturnLoans, SendMessage, StartTransfer
 
 D0, D1, E0 = PeerRank("D", 0), PeerRank("D", 1), PeerRank("E", 0)
 PAGES = Pages(np.array([1, 2, 3]))
@@ -129,6 +130,35 @@ def test_parked_reserves_expire_and_set_the_next_tick() -> None:
     sessions.tick(7.0)
     assert len(sessions.sends.parked) == 0
     assert sessions.sends.parked._messages == {}
+
+
+def test_loans_go_back_with_the_last_request_that_is_open_or_parked() -> None:
+    sessions = Sessions(limits=Limits(parked_reserve_s=5.0))
+
+    def returned() -> int:
+        found = sum(isinstance(effect, ReturnLoans) for effect in sessions.effects)
+        sessions.effects.clear()
+        return found
+
+    assert not sessions.sends.has_open(D0)
+    sessions.on_message(D0, Decline(**ids(numbered(1)), source_group=0, destination_group=0), 0.0)
+    assert not sessions.sends.has_open(D0)
+    sessions.on_message(D0, reserve(), 0.0)
+    sessions.on_message(D0, reserve(numbered(2)), 1.0)
+    assert sessions.sends.has_open(D0)
+    assert returned() == 0
+    session = send(sessions)
+    sessions.sends.abort(session, RequestAborted("the client is gone"), 2.0)
+    sessions.on_message(D0, Outcome(**ids(KEY), ok=False, reason="aborted"), 2.0)
+    assert sessions.sends.has_open(D0)
+    assert returned() == 0
+    sessions.tick(6.0)
+    assert not sessions.sends.has_open(D0)
+    assert returned() == 1
+    sessions.on_message(D0, reserve(numbered(3)), 7.0)
+    assert returned() == 0
+    sessions.on_message(D0, abort(numbered(3)), 7.0)
+    assert returned() == 1
 
 
 def test_the_parked_reserves_of_a_lost_peer_are_dropped() -> None:

@@ -46,7 +46,7 @@ def test_adding_a_peer_again_replaces_its_connection_only_if_the_address_differs
     assert take_effects(table) == []
     table.add_peer("decode-0", SECOND, None, 1.0)
     lost, disconnect, connect = take_effects(table)
-    assert lost == Lost(PeerRank("decode-0", 0), 7, "its address was changed")
+    assert lost == Lost(PeerRank("decode-0", 0), 7, 0, "its address was changed")
     assert (disconnect, connect) == (Disconnect(0), Connect(1, SECOND, None))
     assert table.link(PeerRank("decode-0", 0)) is None
 
@@ -106,7 +106,7 @@ def test_a_rank_that_its_leader_no_longer_names_is_disconnected() -> None:
     other = "tcp://10.0.0.2:9"
     reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, other, 9))), 2.0)
     effects = take_effects(table)
-    assert Lost(PeerRank("decode-0", 1), 8, "its leader names another address") in effects
+    assert Lost(PeerRank("decode-0", 1), 8, 0, "its leader names another address") in effects
     assert Disconnect(1) in effects
     assert Connect(2, other, None) in effects
 
@@ -213,7 +213,7 @@ def test_removing_a_peer_drops_its_connections() -> None:
     table.on_inbound(b"c1", "", hello(), 0.0)
     take_effects(table)
     table.remove_peer("decode-0", "removed")
-    lost = Lost(PeerRank("decode-0", 0), 7, "removed")
+    lost = Lost(PeerRank("decode-0", 0), 7, 0, "removed")
     assert take_effects(table) == [lost, Disconnect(0), Forgotten("decode-0", "removed")]
     assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
     assert table.link(PeerRank("decode-0", 0)) is None

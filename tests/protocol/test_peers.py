@@ -100,7 +100,7 @@ def test_a_rank_that_answers_with_another_epoch_has_restarted() -> None:
     table = peer_table()
     make_ready(table)
     reply(table, LEADER, welcome(epoch=8), 1.0)
-    assert take_effects(table) == [Lost(DECODE, 7, "restarted"), Ready(DECODE, 8, welcome(epoch=8))]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "restarted"), Ready(DECODE, 8, welcome(epoch=8))]
     reply(table, LEADER, welcome(epoch=8), 2.0)
     assert take_effects(table) == []
     assert table.on_inbound(b"c1", "", DRAINED, 2.0) is None, "the connection of the earlier process counts no more"
@@ -112,7 +112,7 @@ def test_a_new_process_takes_the_place_of_one_whose_connection_has_ended() -> No
     assert table.on_closed(b"c1", 2.0) == DECODE
     table.on_inbound(b"c2", "", hello(epoch=9), 2.0)
     effects = take_effects(table)
-    assert Lost(DECODE, 7, "restarted") in effects
+    assert Lost(DECODE, 7, 0, "restarted") in effects
     table.tick(2.0)
     assert SendHello(0, 0, 9) in take_effects(table), "generations of a new process start at 0"
     assert table.on_inbound(b"c2", "", DRAINED, 2.0) == DECODE
@@ -131,7 +131,7 @@ def test_a_second_process_of_one_name_is_refused_while_the_first_is_connected() 
         assert table.on_inbound(b"c1", "", DRAINED, float(now)) == DECODE
     table.on_closed(b"c1", 5.0)
     table.on_inbound(b"c2", "", hello(epoch=8, dial=6), 5.0)
-    assert Lost(DECODE, 7, "restarted") in take_effects(table)
+    assert Lost(DECODE, 7, 0, "restarted") in take_effects(table)
 
 
 def test_what_answers_at_the_configured_address_has_the_name() -> None:
@@ -217,7 +217,7 @@ def test_a_peer_is_lost_soon_after_its_connection_has_ended() -> None:
     assert lost_in(table) == []
     take_effects(table)
     table.tick(1.0 + CLOSED_GRACE_S)
-    assert take_effects(table) == [Lost(DECODE, 7, "its connection has ended"), SendHello(0, 1, 7)]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "its connection has ended"), SendHello(0, 1, 7)]
 
 
 def test_a_peer_that_connects_again_at_once_is_not_lost() -> None:
@@ -250,14 +250,14 @@ def test_a_peer_that_never_connects_is_lost_in_the_end() -> None:
     table.tick(LIMITS.connect_back_s - 0.1)
     assert lost_in(table) == []
     table.tick(LIMITS.connect_back_s)
-    assert lost_in(table) == [Lost(DECODE, 7, "it has not connected to prefill-0/0 within 80 s")]
+    assert lost_in(table) == [Lost(DECODE, 7, 0, "it has not connected to prefill-0/0 within 80 s")]
 
 
 def test_a_rank_that_the_engine_cannot_reach_is_connected_anew() -> None:
     table = peer_table()
     make_ready(table)
     table.on_unreachable(DECODE, "the engine's connection broke", 1.0)
-    assert take_effects(table) == [Lost(DECODE, 7, "the engine's connection broke")]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "the engine's connection broke")]
     table.on_unreachable(DECODE, "again", 1.0)
     assert take_effects(table) == []
     table.tick(1.0)
@@ -271,7 +271,7 @@ def test_a_process_that_has_ended_is_lost_at_once() -> None:
     assert take_effects(table) == []
     assert table.on_inbound(b"c1", "", DRAINED, 1.0) == DECODE
     table.on_ended(DECODE, 7, 1.0)
-    assert take_effects(table) == [Lost(DECODE, 7, "its process has ended")]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "its process has ended")]
     assert table.on_inbound(b"c1", "", DRAINED, 1.0) is None, "what it sent before is read late"
     answer = take_reply(table)
     assert isinstance(answer, Reject)
@@ -439,7 +439,7 @@ def test_a_goodbye_ends_the_connection_at_once_as_announced() -> None:
     table = peer_table()
     make_ready(table)
     assert table.on_inbound(b"c1", "", Goodbye(reason="done"), 1.0) is None
-    assert take_effects(table) == [Lost(DECODE, 7, "closed: done", announced=True)]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "closed: done", announced=True)]
     table.tick(1.1)
     assert take_effects(table) == []
     table.tick(1.0 + LIMITS.hello_retry_s)
@@ -450,7 +450,7 @@ def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_is_renewed() 
     table = peer_table()
     make_ready(table)
     table.on_inbound(b"c2", "", hello(generation=1, peer_epoch=EPOCH), 1.0)
-    assert Lost(DECODE, 7, "the peer has given the connection up", renewed=True) in take_effects(table)
+    assert Lost(DECODE, 7, 0, "the peer has given the connection up") in take_effects(table)
     table.tick(1.0)
     assert take_effects(table) == [SendHello(0, 1, 7)]
     reply(table, LEADER, welcome(), 1.0)
@@ -477,7 +477,7 @@ def test_a_peer_that_was_given_up_and_started_anew_is_ready_and_stays_so() -> No
     make_ready(table)
     table.on_closed(b"c1", 1.0)
     table.tick(2.0)
-    assert take_effects(table) == [Lost(DECODE, 7, "its connection has ended"), SendHello(0, 1, 7)]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "its connection has ended"), SendHello(0, 1, 7)]
     reply(table, LEADER, welcome(epoch=8, generation=0), 9.0)  # the new process counts from 0
     assert [type(effect) for effect in take_effects(table)] == [Ready]
     table.on_inbound(b"c2", "", hello(epoch=8), 9.1)
@@ -498,7 +498,7 @@ def test_a_welcome_with_other_loans_starts_a_new_connection() -> None:
     reply(table, LEADER, welcome(lending=Lending(512, 1)), 0.5)
     assert take_effects(table) == []
     reply(table, LEADER, welcome(lending=Lending(512, 1 << 40)), 1.0)
-    assert take_effects(table) == [Lost(DECODE, 7, "the peer has started a new connection")]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "the peer has started a new connection")]
     table.tick(1.0)
     assert take_effects(table) == [SendHello(0, 1, 7)]
     reply(table, LEADER, welcome(lending=Lending(512, 2), generation=1), 1.1)

@@ -9,6 +9,7 @@ import pytest
 
 from disagg.protocol.loans import Account, Borrower, Lender
 from disagg.protocol.messages import Filled
+from disagg.protocol.sending import Sends
 from disagg.protocol.types import PeerRank
 from disagg.transfer.staging import Loans
 from harness.simulator.faults import Behaviour, FixedFaults, TransferResult
@@ -83,6 +84,8 @@ def free_at_a_loss(patch: pytest.MonkeyPatch) -> None:
         for address in account.unfilled.values():
             self._slots.give_back(address)
         account.unfilled.clear()
+        if account.unpacked:
+            self._retired.append(account)
 
     patch.setattr(Lender, "_retire", broken)
 
@@ -98,6 +101,14 @@ def take_every_listed_loan(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loans, "listed", broken)
 
 
+def no_lists_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lender, "tick", lambda _self, _now: None)
+
+
+def keep_loans_without_a_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sends, "has_open", lambda _self, _peer: True)
+
+
 def no_reports_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Borrower, "tick", lambda _self, _now: None)
 
@@ -108,6 +119,8 @@ def no_reports_again(patch: pytest.MonkeyPatch) -> None:
         (free_before_unpacking, "not lent to it any more|overwritten before it was unpacked|slots:"),
         (free_at_a_loss, "not lent to it any more|overwritten before it was unpacked"),
         (take_every_listed_loan, "not lent to it any more|overwritten before it was unpacked|without"),
+        (no_lists_again, "slots free"),
+        (keep_loans_without_a_request, "slots free"),
         (no_reports_again, "still reports filled slots|after its deadline|never reported|quarantine"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -194,7 +194,7 @@ def test_a_filled_slot_is_reported_unless_its_destination_was_lost(lost: bool) -
         sessions.effects.clear()
     (filled,) = slots_filled().slots
     sessions.slot_filled(Ticket(D0, SENT, 0), filled, 1.0)
-    sessions.flush()
+    sessions.flush(1.0)
     assert take_messages(sessions) == ([] if lost else [(D0, SlotsFilled(**ATTEMPT, nonce=7, slots=(filled,)))])
     assert (sessions.borrower.next_tick == NEVER) is lost
 

@@ -50,7 +50,7 @@ class Fences:
             command=lambda _: None,
             on_connected=lambda _: None,
         )
-        self.connections.lose(Lost(PEER, 1, "it is silent"), self.now)
+        self.connections.lose(Lost(PEER, 1, 0, "it is silent"), self.now)
 
     def fence(self, engine: PeerRank, *, epoch: int) -> Fence:
         assert epoch == 1
@@ -100,7 +100,7 @@ def test_an_engine_that_raises_when_it_is_asked_ends_nothing(caplog: pytest.LogC
 
 def test_a_fence_without_a_descriptor_proves_nothing_and_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     fences = Fences(None)
-    fences.connections.lose(Lost(OTHER, 1, "it is silent"), fences.now)
+    fences.connections.lose(Lost(OTHER, 1, 0, "it is silent"), fences.now)
     fences.answers = {PEER: OSError(errno.EMFILE, os.strerror(errno.EMFILE)), OTHER: Fence.QUIET}
     fences.run(LATE)
     assert fences.quiet == [OTHER]

@@ -119,6 +119,15 @@ def test_what_was_given_back_is_given_back_again_if_it_is_listed() -> None:
     assert loans.take() == (3, 5120), "nothing was written"
 
 
+def test_free_loans_that_are_listed_no_more_are_dropped() -> None:
+    loans = Loans(512, 0, REGION)
+    for number in range(1, 100):
+        assert loans.listed(((number, 4096),), number) == ()
+    assert loans.num_free == 1
+    assert loans.listed((), 98) == (), "an overtaken list"
+    assert loans.take() == (99, 4096)
+
+
 def test_slots_are_wanted_beside_those_that_are_free() -> None:
     loans = Loans(512, 0, REGION)
     loans.want(3)
