@@ -144,6 +144,7 @@ class Staging:
         return True
 
     def _open(self, source: Host, destination: Host) -> Loans | None:
+        """The loans of a destination, of which the source has heard once it is connected."""
         epoch = source.epochs[destination.name]
         if destination.epochs[source.name] != epoch or not destination.alive:
             return None
@@ -153,6 +154,7 @@ class Staging:
             assert lending is not None
             loans = Loans(lending.slot_nbytes, lending.first, (RemoteRegion(1, 1 << 40),))
             self._loans[source, destination.name] = epoch, loans
+            source.heard[destination.name] = max(destination.born, source.heard.get(destination.name, 0))
         return loans
 
     def _of(self, host: Host, peer: PeerRank) -> Loans | None:
