@@ -1,19 +1,27 @@
-"""Hypothesis profiles, the tests whose coverage is measured, and programs that cannot be fetched.
+"""Hypothesis profiles, tests whose coverage is measured, how processes start, and programs that cannot be fetched.
 
 The profile `ci` prints how to reproduce a failure. `nightly` tries many more examples.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from harness.debian import FetchError
+
+# In each process that imports NumPy, a second thread would spin for 0.1 s.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# UCX would spin for 0.35 s in each process to hook memory calls, for its cache of registrations, which only RDMA has.
+if not any(Path("/sys/class/infiniband").glob("*")):
+    os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=50, deadline=None, print_blob=True)
@@ -23,6 +31,12 @@ settings.load_profile(os.environ.get("TEST_HYPOTHESIS_PROFILE") or ("ci" if os.e
 COVERED_FOLDERS = ("core", "layout", "models", "protocol", "state")
 RUN_MODELS = ("test_equal_tokens.py", "test_real_caches.py")
 """Tests of real models, where tracing would slow down the models and not this package."""
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports made out of garbage collections: a test that asks for one would wait for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
