@@ -51,13 +51,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Trace only the pure core's own tests, and none that use Hypothesis or run a model.
+    """Trace only the pure core's own tests, and no sweeps or tests that use Hypothesis or run a model.
 
     A traced test takes twice as long, and the coverage of random examples varies between runs.
     """
     folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
     is_covered = folder in COVERED_FOLDERS and item.path.name not in RUN_MODELS
-    is_covered = is_covered and not is_hypothesis_test(getattr(item, "obj", None))
+    is_covered = is_covered and not is_hypothesis_test(getattr(item, "obj", None)) and not item.get_closest_marker("sweep")
     tracers = sys.gettrace(), threading.gettrace()
     if is_covered or not type(tracers[0]).__module__.startswith("coverage"):  # keep a debugger's tracer, too
         return (yield)
