@@ -7,6 +7,8 @@ BIN := .venv/bin
 # One more than there are cores, because tests also wait for the processes that they start.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_blocks.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py scripts/sizes.py
+# Cached bytecode halves what a process takes to start. A container may ask Python to write none.
+unexport PYTHONDONTWRITEBYTECODE
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
 .PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean

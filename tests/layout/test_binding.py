@@ -205,6 +205,7 @@ def test_a_granule_that_does_not_divide_the_page_is_rejected(granule: int) -> No
         bound([layout], layout, rows=[ids(0, 1)], target=ids(0, 1), tokens=(0, 16))
 
 
+@pytest.mark.sweep
 @given(cases(), st.data())
 def test_chunks_of_tokens_add_up_to_the_whole(case: Case, data: st.DataObject) -> None:
     if Context.PAGE_BLOCKS in (case.source.context, case.destination.context):

@@ -81,6 +81,7 @@ def test_a_head_is_one_flow_at_any_width() -> None:
     assert {len(move.copies) for move in scene.moves()} == {2 * 2 * 3}
 
 
+@pytest.mark.sweep
 @given(cases())
 def test_both_sides_elect_the_same(case: Case) -> None:
     scene = Scene(case)

@@ -31,6 +31,7 @@ def check(case: Case) -> Scene:
     return scene
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("heads", range(1, 9))
 def test_every_number_of_heads_on_every_tp_to_every_tp(heads: int) -> None:
     for source, destination in itertools.product(range(1, 9), repeat=2):
@@ -44,6 +45,7 @@ def test_every_number_of_heads_on_every_tp_to_every_tp(heads: int) -> None:
         )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("source", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("destination", [1, 2, 3, 4, 6])
 def test_every_pair_of_page_sizes_at_every_offset(source: int, destination: int) -> None:
@@ -54,6 +56,7 @@ def test_every_pair_of_page_sizes_at_every_offset(source: int, destination: int)
             check(Case(model=model, source=ours, destination=theirs, num_tokens=num_tokens, need=need, source_first=need // 2))
 
 
+@pytest.mark.sweep
 def test_every_split_of_five_layers_into_every_split() -> None:
     def splits() -> list[tuple[tuple[int, ...], ...]]:
         return [
@@ -125,6 +128,7 @@ def test_the_pairwise_settings_cover_every_pair() -> None:
     assert len(rows) < 200
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(4))
 def test_every_pair_of_settings_of_the_two_sides(part: int) -> None:
     for row in pairwise(SETTINGS)[part::4]:

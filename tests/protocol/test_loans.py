@@ -440,6 +440,14 @@ def test_slots_of_one_request_share_a_message() -> None:
     assert told(writer) == []
 
 
+def test_a_writer_without_an_account_is_lent_nothing() -> None:
+    pool = Pool(total=12, window=4)
+    lender = make(pool, PEER)
+    wants(lender, SIBLING, 3)
+    assert told(lender) == []
+    assert pool.num_free == 12
+
+
 def test_a_writer_that_connects_anew_while_it_waits_leaves_no_slot_behind() -> None:
     pool = Pool(total=12, window=4)
     lender = make(pool, PEER)

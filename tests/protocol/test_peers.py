@@ -414,6 +414,18 @@ def test_a_renewed_hello_is_answered_while_the_answer_is_the_same() -> None:
     assert Member(1, SECOND, 4) in found.members
 
 
+def test_a_rank_that_has_answered_no_hello_may_renew_its_own_and_leave() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.on_inbound(b"c1", "", hello(), 0.0)
+    assert isinstance(take_reply(table), Welcome)
+    assert table.link(DECODE) is None
+    table.on_inbound(b"c1", "", Renew(), 1.0)
+    assert take_effects(table) == [ReplyOn(b"c1", Renew())]
+    assert table.on_closed(b"c1", 2.0) == DECODE
+    assert take_effects(table) == []
+
+
 def test_a_renewal_that_is_rejected_is_followed_by_a_hello() -> None:
     table = peer_table()
     make_ready(table)

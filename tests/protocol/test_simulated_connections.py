@@ -10,11 +10,13 @@ from harness.simulator.connections import check_connections
 NUM_SCHEDULES = 120
 
 
+@pytest.mark.sweep
 def test_both_sides_become_ready_again_and_stay_so() -> None:
     found = [problem for seed in range(NUM_SCHEDULES) for problem in check_connections(seed)]
     assert found == []
 
 
+@pytest.mark.sweep
 def test_generations_that_count_for_another_process_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that kept a rank from staying connected once it had been given up and started anew."""
     monkeypatch.setattr(msgspec.structs, "replace", lambda hello, **_: hello)

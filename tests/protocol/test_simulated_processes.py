@@ -72,6 +72,7 @@ def test_a_reserve_that_is_read_after_its_process_has_ended_is_not_served_to_the
     assert read_late() == {"P/0": False}
 
 
+@pytest.mark.sweep
 def test_a_reserve_that_counts_for_any_process_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was before reserves named their process: the row numbers are those of the dead process's memory."""
     monkeypatch.setattr(StartTransfer, "is_for", lambda *_: True)
@@ -81,6 +82,7 @@ def test_a_reserve_that_counts_for_any_process_is_found_out(monkeypatch: pytest.
         run_schedules(range(5_000, 5_000 + NUM_SCHEDULES))
 
 
+@pytest.mark.sweep
 def test_random_schedules_stop_ranks_and_read_messages_late() -> None:
     num_stops = num_late = 0
     for seed in range(5_000_000, 5_000_000 + NUM_SCHEDULES):

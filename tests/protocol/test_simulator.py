@@ -113,6 +113,7 @@ MESSAGE_FAULTS: dict[str, tuple[float, ...]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", MESSAGE_FAULTS)
 @pytest.mark.parametrize("name", SMALL_SCRIPTS)
 def test_each_control_message_lost_duplicated_delayed_or_reordered(name: str, fault: str) -> None:
@@ -123,6 +124,7 @@ def test_each_control_message_lost_duplicated_delayed_or_reordered(name: str, fa
         assert expected is None or ok_by_rank == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["success", "decode aborts", "prefill aborts", "decode aborts before the sender"])
 def test_every_two_control_messages_with_faults(name: str) -> None:
     script, expected = SMALL_SCRIPTS[name]
@@ -154,6 +156,7 @@ def test_each_transfer_with_each_result(result: TransferResult, abort: str, inde
     assert set(outcomes(simulation).values()) == {result is TransferResult.DONE and abort == "neither"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("at", [0.0005, 0.05, 0.105, 0.1115, 0.3, 5.0])
 @pytest.mark.parametrize("rank", [P0, D0], ids=str)
 @pytest.mark.parametrize("other", [None, "other"])
@@ -255,6 +258,7 @@ def test_a_message_that_arrives_after_many_were_lost_leaves_nothing_behind() -> 
         run(Script(send_at=None, deadline_s=1.0, send_deadline_s=1.0), FixedFaults(dict.fromkeys(range(lost), ()), {}))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("block", range(4))
 def test_random_schedules_keep_the_guarantees(block: int) -> None:
     for seed in range(7_000_000 + 150 * block, 7_000_000 + 150 * (block + 1)):
@@ -376,6 +380,7 @@ def reports_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Receives, "_report", broken)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mutation", "violation"),
     [

@@ -33,6 +33,7 @@ def modules(*layers: int) -> list[Kind]:
     return [adapter_kind(role, order=order, sizes=sizes, layers=layers or (0, 1)) for role, (order, sizes) in MODULES.items()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("tp", "ep"), SIZES)
 def test_every_tp_and_ep_to_every_tp_and_ep(tp: int, ep: int) -> None:
     for other_tp, other_ep in SIZES:

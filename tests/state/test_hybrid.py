@@ -79,6 +79,7 @@ def test_the_settings_cover_every_pair() -> None:
         assert {(row[one], row[other]) for row in rows} == set(itertools.product(SETTINGS[one], SETTINGS[other]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(4))
 def test_every_pair_of_state_kind_and_settings_of_the_two_sides(part: int) -> None:
     """State kind x TP x PP x CP x page size x length x prefix."""
@@ -116,6 +117,7 @@ def hybrid() -> list[Kind]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("source", "destination"), [(4, 2), (2, 8), (8, 1), (1, 4)])
 def test_all_kinds_of_a_hybrid_model_in_one_request(source: int, destination: int) -> None:
     for edges in ((0, 8), (0, 4, 8), (0, 0, 3, 8)):
@@ -182,6 +184,7 @@ def test_the_reference_detects_a_wrong_declaration(wrong: str, monkeypatch: pyte
 # ----------------------------------------------------------------------------------------------------------- recycled pools
 
 
+@pytest.mark.sweep
 def test_150_requests_of_pp4_tp4_to_four_groups_through_recycled_pools() -> None:
     """Case 10, scaled down from PP 4 x TP 8 to TP 8 x DP 8: every byte of every pool after every request.
 

@@ -59,6 +59,7 @@ def test_both_sides_say_once_what_only_one_of_them_has(caplog: pytest.LogCapture
     assert sorted(found) == [f"decode-0 and prefill-0 {what}", f"prefill-0 and decode-0 {what}"]
 
 
+@pytest.mark.sweep
 def test_managers_reuse_every_row_ten_times() -> None:
     """Case 10 end to end, small: requests overlap, rows are reused, and whole pools are checked after each."""
     with servers(hybrid(), InstanceSpec(tp=2, edges=(0, 4, 8)), DECODE) as made:

@@ -40,6 +40,7 @@ FAMILIES: dict[str, Callable[[int], Kind]] = {
 # ------------------------------------------------------------------------------------------------------------ brute force
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tp_to_every_tp(family: str) -> None:
     """All sizes up to 8, with a number of heads that both divide."""
@@ -47,6 +48,7 @@ def test_every_tp_to_every_tp(family: str) -> None:
         moved(FAMILIES[family](math.lcm(source.tp, destination.tp)), source, destination)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_fewer_heads_than_ranks_are_replicated(family: str, heads: int) -> None:
@@ -55,6 +57,7 @@ def test_fewer_heads_than_ranks_are_replicated(family: str, heads: int) -> None:
         moved(FAMILIES[family](heads), InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])
 def test_every_rank_has_mamba2_groups_that_ranks_do_not_divide(groups: int) -> None:
     """Cases 13 and 55: `n_groups` of 1, 2, 3, 5 and 8 with TP 1 to 8, in both directions."""
@@ -63,6 +66,7 @@ def test_every_rank_has_mamba2_groups_that_ranks_do_not_divide(groups: int) -> N
         moved(kind, source, destination)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("keys", "values"), [(2, 8), (4, 8), (8, 8), (1, 4), (16, 32)])
 def test_gdn_with_fewer_key_heads_than_value_heads(keys: int, values: int) -> None:
     """Case 11: q and k may be replicated while v is not."""
@@ -113,6 +117,7 @@ def test_kda_conv_has_its_channels_last(separate: bool, source: int, destination
     moved(kind, InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["gdn", "mamba2", "kda", "kda in four tensors", "mamba1"])
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.product((CHANNELS_FIRST, WIDTH_FIRST), repeat=2)))
 def test_the_memory_order_of_conv_is_declared(family: str, ours: str, theirs: str) -> None:
@@ -135,6 +140,7 @@ def test_every_memory_order_of_a_temporal_state() -> None:
         moved(mamba2_kind(num_heads=4, layers=(0,)), sides[0], sides[1])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["gdn", "mamba2", "mamba1"])
 @pytest.mark.parametrize(("source", "destination"), [(1, 2), (4, 1), (2, 8)])
 @pytest.mark.parametrize("gap", [0, 24])
@@ -169,6 +175,7 @@ def test_slots_of_padded_pools_keep_their_padding() -> None:
         moved(mamba2_kind(), InstanceSpec(tp=source), InstanceSpec(tp=destination, forms={"ssm": padded}))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("edges", [(0, 0, 9), (0, 9, 9), (0, 2, 9), (0, 3, 3, 9)])
 def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
     """Linear-attention layers of a hybrid model: a stage may start with another kind of layer, or have none."""

@@ -25,6 +25,7 @@ def pages(size: int, rows: int = 40, **more: Any) -> Form:
     return Form(num_rows=rows, page_size=size, **more)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scales", [0, 1, 3])
 def test_every_tp_to_every_tp_fills_every_copy(scales: int) -> None:
     """Case 28: replicated state between groups of any size. Block scales have another dtype and move with their pages."""
@@ -32,6 +33,7 @@ def test_every_tp_to_every_tp_fills_every_copy(scales: int) -> None:
         moved(mla_kind(scales=scales, layers=(0, 4, 7)), source, destination)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("heads", [1, 3, 8])
 def test_block_scales_of_k_and_v_move_with_their_heads(heads: int) -> None:
     """FP8 and MX scales are tensors of the same pages, by head, in another dtype and other memory."""
@@ -65,6 +67,7 @@ def test_context_parallel_ranks_divide_the_tokens_of_a_latent(context: Context, 
         moved(kind, InstanceSpec(tp=2, cp=source, context=context), InstanceSpec(cp=destination, context=theirs), 23, prefix=5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("readers", [1, 2, 3, 8])
 def test_replicas_write_equal_shares(replicas: int, readers: int) -> None:

@@ -249,6 +249,7 @@ def test_gqa_8_heads_tp8_to_tp16() -> None:
     assert sorted(scene.election.by_pair) == [(reader // 2, reader) for reader in range(16)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("heads", "source", "destination"), [(8, 6, 4), (12, 6, 4), (8, 3, 5), (7, 2, 3), (3, 8, 2), (5, 4, 7), (2, 6, 4)]
 )
@@ -297,6 +298,7 @@ def test_one_page_list_serves_two_destinations_unchanged() -> None:
     assert scene.difference() is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("source", "destination"), [(16, 64), (64, 16), (16, 48), (3, 8), (1, 16), (16, 1)])
 def test_pages_of_different_sizes_are_paired_by_token(source: int, destination: int) -> None:
     """Case 24: TP 4 to 8, physical and logical page sizes differ."""

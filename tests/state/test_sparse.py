@@ -29,6 +29,7 @@ def tail(size: int, rows: int = 4) -> Form:
 # ------------------------------------------------------------------------------------------------------------- index keys
 
 
+@pytest.mark.sweep
 def test_every_tp_to_every_tp_fills_every_copy() -> None:
     for ours, theirs in tp_pairs():
         moved(index_kind(), ours, theirs)
@@ -157,6 +158,7 @@ def deepseek_v4() -> list[Kind]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 259])
 @pytest.mark.parametrize("edges", [(0, 9), (0, 2, 9), (0, 1, 2, 9)])
 def test_compressed_kv_is_grouped_by_kind(num_tokens: int, edges: tuple[int, ...]) -> None:

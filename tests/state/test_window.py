@@ -37,6 +37,7 @@ def side(page_size: int, *, tp: int = 1, rows: int = 70, ring: bool = False, ord
 # ------------------------------------------------------------------------------------------------------------------ pages
 
 
+@pytest.mark.sweep
 def test_every_tp_to_every_tp() -> None:
     """Case 17: windows re-shard as full attention does."""
     for heads in (3, 8):
@@ -60,6 +61,7 @@ def test_windows_beside_full_attention(source: int, destination: int) -> None:
         assert nbytes["kv"] == 3 * num_tokens * 8 * (3 + 2) * 2 * readers
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("source", "destination"), list(itertools.product((1, 3, 4, 8, 16), repeat=2)))
 def test_windows_are_paired_by_token_at_any_page_size(source: int, destination: int) -> None:
     """Case 54, small: lengths around page boundaries, several windows, and prefixes inside and outside the window."""
@@ -146,6 +148,7 @@ def test_needed_is_the_window_after_the_prefix(prefix: int) -> None:
 # ------------------------------------------------------------------------------------------------------------------ rings
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("source", "destination"), list(itertools.product((8, 9, 12, 16), repeat=2)))
 def test_rings_of_different_strides(source: int, destination: int) -> None:
     """Token `t` is row `request * stride + t % stride` on each side. A window of 8 wraps on either side, both or none."""
