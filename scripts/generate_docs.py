@@ -115,17 +115,25 @@ def integration_settings() -> Iterator[str]:
 
 
 def shaping_rows(table: str) -> Iterator[str]:
-    """A table of `disagg.integrations.shaping`: what is compared and refused first."""
+    """A table of `disagg.integrations.shaping`: what is compared and refused first.
+
+    Fields of config.json without a row are compared, so those that do not matter are listed too. Of options they are left out.
+    """
     rows: Any = getattr(shaping, table)
     by_class: dict[str, Iterable[shaping.Row]] = rows if isinstance(rows, dict) else {"": rows}
+    found: dict[tuple[shaping.Verdict, str], list[str]] = {}
+    for name, each in by_class.items():
+        for row in each:
+            names = ", ".join(f"`{field}`" for field in row.names)
+            found.setdefault((row.verdict, row.how), []).append(f"{name}: {names}" if name else names)
     yield "| | by what, or why | |"
     yield "|---|---|---|"
     for verdict in shaping.Verdict:
-        for name, each in by_class.items():
-            for row in each:
-                if row.verdict is verdict:
-                    names = ", ".join(f"`{field}`" for field in row.names)
-                    yield f"| {verdict.value} | {row.how} | {f'{name}: ' if name else ''}{names} |"
+        if verdict is shaping.Verdict.NONE and table != "MODEL":
+            continue
+        for (other, how), names_of_rows in found.items():
+            if other is verdict:
+                yield f"| {verdict.value} | {how} | {('; ' if by_class is rows else ', ').join(names_of_rows)} |"
 
 
 def limits() -> Iterator[str]:

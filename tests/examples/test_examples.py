@@ -22,6 +22,7 @@ COMMANDS = {
     "two_hosts": [str(EXAMPLES / "two_hosts.py"), "nixl"],
     "xpyd": [str(EXAMPLES / "xpyd.py"), "--backend", "mooncake"],
     "smallest": [str(EXAMPLES / "smallest_embed.py")],
+    "asyncio": [str(EXAMPLES / "asyncio_hybrid.py")],
     "minimal": [str(EXAMPLES / "minimal_server.py"), "--backend", "nixl"],
 }
 
@@ -72,6 +73,12 @@ def test_the_smallest_embed_runs(finish: Finish) -> None:
     ended = finish("smallest")
     assert ended.status == 0, ended.err
     assert ended.out == "8 tokens arrived, byte for byte\n"
+
+
+def test_an_asyncio_server_of_a_hybrid_model_runs(finish: Finish) -> None:
+    ended = finish("asyncio")
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith("34 tokens and a slot arrived, byte for byte")
 
 
 def test_two_hosts_serve_requests_with_keys(finish: Finish) -> None:

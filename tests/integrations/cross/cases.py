@@ -1,4 +1,4 @@
-"""The pairs of servers that hand requests over across engines. `docs/support.md` lists them."""
+"""The pairs of servers that hand requests over across engines. `docs/evidence/models.md` lists them."""
 
 from __future__ import annotations
 

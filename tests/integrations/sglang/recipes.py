@@ -1,4 +1,4 @@
-"""Published deployments of SGLang's prefill-decode disaggregation, and how each is tested. `docs/sglang.md` lists them.
+"""Published deployments of SGLang's prefill-decode disaggregation and their tests. `docs/evidence/sglang.md` lists them.
 
 They are those of SGLang's own tests and documents, and of llm-d and Dynamo.
 """
