@@ -1,7 +1,7 @@
 """Hook of MkDocs: adds the programs that pages need to draw diagrams without another host, and to search from disk.
 
-mermaid draws the diagrams. Material's search uses iframe-worker where browsers refuse web workers: in pages from disk. Each comes
-from its npm package, once, into the user's cache.
+mermaid draws the diagrams. Material's search uses iframe-worker where browsers refuse web workers: in pages from disk.
+Each comes from its npm package, once, into the user's cache.
 """
 
 from __future__ import annotations
