@@ -52,6 +52,8 @@ from tests.integrations.sglang.recipes import RECIPES  # noqa: E402
 from tests.support import grid  # noqa: E402
 from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
 
+RANK_FLAGS = [each.flag for each in settings(RankConfig) if each.key != "role"]
+"""The options of the commands of ranks that are settings too."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -307,7 +309,7 @@ def source(path: str, *names: str) -> Iterator[str]:
 
 
 def command_line() -> Iterator[str]:
-    """Every command with its help and its options, from the commands themselves."""
+    """Every command with its help and its options, from the commands themselves. Settings are on the page of settings."""
     for name, command in (*((f"disagg {name}", disagg.get_command(None, name)) for name in COMMANDS), ("disagg-bench", bench)):
         assert command is not None
         yield f"## {name}"
@@ -315,14 +317,17 @@ def command_line() -> Iterator[str]:
         yield " ".join((command.help or "").split())
         yield ""
         arguments = [each.metavar or each.name or "" for each in command.params if isinstance(each, click.Argument)]
-        yield f"`{' '.join([name, '[OPTIONS]', *arguments])}`"
-        yield ""
-        yield "| option | | default, bounds |"
-        yield "|---|---|---|"
-        with click.Context(command, info_name=name, **command.context_settings) as context:
-            for each in command.params:
-                if isinstance(each, click.Option) and not each.hidden:
-                    yield _option_row(each, context)
+        if arguments:
+            yield f"`{' '.join([name, '[OPTIONS]', *arguments])}`"
+            yield ""
+        options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+        if set(RANK_FLAGS) <= {flag for each in options for flag in each.opts}:
+            yield "Its options are the settings in [Configuration](configuration.md), and `--config FILE`, a TOML file with settings."
+        else:
+            yield "| option | | default, bounds |"
+            yield "|---|---|---|"
+            with click.Context(command, info_name=name, **command.context_settings) as context:
+                yield from (_option_row(each, context) for each in options if "--debug" not in each.opts)
         yield ""
 
 
