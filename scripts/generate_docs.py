@@ -322,24 +322,23 @@ def command_line() -> Iterator[str]:
             yield ""
         options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
         if set(RANK_FLAGS) <= {flag for each in options for flag in each.opts}:
-            yield "Its options are the settings in [Configuration](configuration.md), and `--config FILE`, a TOML file with settings."
+            yield "Options: the settings in [Configuration](configuration.md), and `--config FILE`, a TOML file with settings."
         else:
-            yield "| option | | default, bounds |"
-            yield "|---|---|---|"
             with click.Context(command, info_name=name, **command.context_settings) as context:
-                yield from (_option_row(each, context) for each in options if "--debug" not in each.opts)
+                yield from (_option_line(each, context) for each in options if "--debug" not in each.opts)
         yield ""
 
 
-def _option_row(option: click.Option, context: click.Context) -> str:
+def _option_line(option: click.Option, context: click.Context) -> str:
+    """An option, its bounds and its default, as its help has them."""
     names = " / ".join(filter(None, (", ".join(option.opts), ", ".join(option.secondary_opts))))
     value = "" if option.is_flag else f" {option.make_metavar(context)}"
     text, _, default = (option.help or "").partition("  [default: ")
     shown = option.get_help_extra(context)
     default = default.rstrip("]") or shown.get("default", "")
-    more = [shown.get("required", ""), f"`{default}`" if default else "", shown.get("range", "")]
-    cells = (f"`{names}{value}`", " ".join(text.split()), "; ".join(filter(None, more)))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    more = [shown.get("required", ""), f"default `{default}`" if default else "", shown.get("range", "")]
+    bounds = "; ".join(filter(None, more))
+    return f"* `{names}{value}`: {' '.join(text.split())}" + (f" [{bounds}]" if bounds else "")
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

@@ -67,16 +67,16 @@ def test_a_misspelt_command_is_one_sentence_with_those_that_may_be_meant(
 
 
 @pytest.mark.parametrize(
-    "row",
+    "line",
     [
-        "| `--tokens INTEGER RANGE` | Length of the request. | required; x>=1 |",
-        "| `--interval SECONDS` | Time between two readings. | `2.0`; x>=0.1 |",
-        "| `--engines / --no-engines` | Start engines in child processes and measure them. | `engines` |",
-        "| `--shm PATH` | The shared-memory mount to examine. | `/dev/shm` |",
+        "* `--tokens INTEGER RANGE`: Length of the request. [required; x>=1]",
+        "* `--interval SECONDS`: Time between two readings. [default `2.0`; x>=0.1]",
+        "* `--engines / --no-engines`: Start engines in child processes and measure them. [default `engines`]",
+        "* `--shm PATH`: The shared-memory mount to examine. [default `/dev/shm`]",
     ],
 )
-def test_the_page_of_commands_has_bounds_and_defaults_as_the_help_does(row: str) -> None:
-    assert row in (DOCS / "commands.md").read_text().splitlines()
+def test_the_page_of_commands_has_bounds_and_defaults_as_the_help_does(line: str) -> None:
+    assert line in (DOCS / "commands.md").read_text().splitlines()
 
 
 def test_every_option_of_a_rank_is_on_the_page_of_settings() -> None:
