@@ -104,14 +104,14 @@ def pages(site: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.site", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write the pictures")
-    parser.add_argument("--pages", nargs="+", metavar="PATH", help="only pages with these paths, such as vllm/index.html")
+    parser.add_argument("--pages", nargs="+", metavar="PATH", help="only pages with these paths, such as vllm.html")
     given = parser.parse_args()
     site = ROOT / "site"
     given.folder.mkdir(parents=True, exist_ok=True)
     wrong = 0
     with served(site) as address, browser() as page:
         for path in given.pages or pages(site):
-            name = path.removesuffix("/index.html").removesuffix(".html").replace("/", "-")
+            name = path.removesuffix(".html").replace("/", "-")
             for problem in problems(page, f"{address}/{path}", shots=given.folder / name):
                 sys.stdout.write(f"{path}: {problem}\n")
                 wrong += 1

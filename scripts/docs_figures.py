@@ -50,24 +50,31 @@ def _load_cells(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def vllm_first_tokens() -> Iterator[str]:
     """Decode's time to the first token between two GPUs."""
-    yield f"| prompt tokens | TP | nothing moved, between steps | nothing moved, within a step | `nvlink` | {THEIRS} |"
-    yield "|---|---|---|---|---|---|"
-    for row in _read(SERVERS)["rows"]:
-        times = " | ".join(f"{row[name]:.1f} ms" for name in ("floor_ms", "within_a_step_ms", "disagg_ms", "nixl_ms"))
-        yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {times} |"
+    rows = {(row["tokens"], row["tp"]): row for row in _read(SERVERS)["rows"]}
+    sizes = list(dict.fromkeys(tp for _, tp in rows))
+    pairs = [
+        (f"{whose}, TP {_arrow(tp)}", tp, column)
+        for tp in sizes
+        for whose, column in (("`nvlink`", "disagg_ms"), (THEIRS, "nixl_ms"))
+    ]
+    columns = [("nothing moved, between steps", sizes[0], "floor_ms"), ("within a step", sizes[0], "within_a_step_ms"), *pairs]
+    yield f"| ms, prompt tokens | {' | '.join(title for title, _, _ in columns)} |"
+    yield f"|---|{'---|' * len(columns)}"
+    for tokens in dict.fromkeys(tokens for tokens, _ in rows):
+        yield f"| {tokens:,} | {' | '.join(f'{rows[tokens, tp][column]:.1f}' for _, tp, column in columns)} |"
 
 
 def vllm_recipes() -> Iterator[str]:
     """The caches of the published prefill/decode deployments, and how they are checked."""
-    yield "| caches | deployments | DisaggConnector | NixlConnector, other TP on each side |"
+    yield "| caches | deployments | compared | NixlConnector, other TP on each side |"
     yield "|---|---|---|---|"
     for name, kind in CACHES.items():
         recipes = [recipe for recipe in RECIPES if recipe.caches == name]
         models = ", ".join(recipe.model for recipe in recipes)
         formats = sorted({dtype for recipe in recipes for dtype in recipe.dtypes} - {"auto"})
-        extra = [f"KV also in {' and '.join(f'`{each}`' for each in formats)}"] if formats else []
-        extra += ["also with DCP"] if any(recipe.dcp for recipe in recipes) else []
-        how = "; ".join(("bytes compared" + (f", and answers of {kind.engine} engines" if kind.engine else ""), *extra))
+        extra = [f"also {' and '.join(f'`{each}`' for each in formats)}"] if formats else []
+        extra += ["DCP"] if any(recipe.dcp for recipe in recipes) else []
+        how = "; ".join(("bytes" + (f", and answers of {kind.engine}" if kind.engine else ""), *extra))
         yield f"| {kind.what} | {models} | {how} | {kind.nixl} |"
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from disagg.commands.cases.sides import Side
-from disagg.commands.cases.workload import Case
-from disagg.commands.explain.explanation import ExplainRequest, explain_request
-from disagg.commands.explain.plot import plot
+from disagg.commands.explain.command import explain
 from disagg.core.topology import Topology
 from disagg.layout.election import elect
 from disagg.layout.ownership import overlap
@@ -20,15 +21,11 @@ from disagg.layout.tables import layout_table
 from disagg.state import mamba, paged, window
 from disagg.state.declare import by_tp
 
+ROOT = Path(__file__).resolve().parents[1]
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#225555")
 UNOWNED = "#f0f0f0"
 
-EXPLAINED = {
-    "explain-llama-nhd": ("llama-3-70b", "tp=4", "tp=2"),
-    "explain-llama-hnd": ("llama-3-70b", "tp=4,layout=hnd", "tp=2,layout=hnd"),
-    "explain-qwen": ("qwen3.5-397b-a17b", "tp=4,pp=2", "tp=8"),
-    "explain-deepseek": ("deepseek-v3.2", "tp=8,page=64", "tp=4,page=16"),
-}
+_EXPLAINED = re.compile(r"^\$ disagg explain (.+)$|^!\[.*\]\(images/(explain-.+\.svg)\)$", re.MULTILINE)
 
 
 def _cell(axes: Axes, x: float, y: float, colour: str, text: str = "", *, width: float = 1.0) -> None:
@@ -140,10 +137,27 @@ def windows() -> Figure:
     return figure
 
 
+def explained() -> dict[str, list[str]]:
+    """Each picture of docs/explain.md, and the options of the command above it."""
+    found, options = dict[str, list[str]](), list[str]()
+    for command, picture in _EXPLAINED.findall((ROOT / "docs/explain.md").read_text(encoding="utf-8")):
+        if picture:
+            found[picture] = options
+        options = command.split()
+    return found
+
+
+def draw_explained(folder: Path) -> None:
+    """Draw every picture of docs/explain.md by the command itself. The same code draws the same bytes."""
+    with mpl.rc_context({"svg.hashsalt": "disagg", "svg.fonttype": "none"}), contextlib.redirect_stdout(io.StringIO()):
+        for name, options in explained().items():
+            file = folder / name
+            explain.main([*options, "--plot", str(file)], standalone_mode=False)
+            file.write_text(re.sub(r" *<metadata>.*?</metadata>\n", "", file.read_text(), flags=re.DOTALL))
+
+
 def draw(folder: Path) -> None:
     """Draw every picture into a folder."""
     for name, figure in (("heads", heads()), ("latents", latents()), ("convolution", convolution()), ("window", windows())):
         figure.savefig(folder / f"concepts-{name}.png", dpi=110)
-    for name, (model, prefill, decode) in EXPLAINED.items():
-        case = Case(backend="cma", model=model, tokens=4096, prefill=Side.parse(prefill), decode=Side.parse(decode))
-        plot(explain_request(ExplainRequest(case=case)), folder / f"{name}.png")
+    draw_explained(folder)

@@ -1,6 +1,7 @@
-"""Hook of MkDocs: puts mermaid, which draws the diagrams, into the site, so that its pages load nothing from another host.
+"""Hook of MkDocs: adds the programs that pages need to draw diagrams without another host, and to search from disk.
 
-The program comes from its npm package, once, into the user's cache.
+mermaid draws the diagrams. Material's search uses iframe-worker where browsers refuse web workers: in pages from disk.
+Each comes from its npm package, once, into the user's cache.
 """
 
 from __future__ import annotations
@@ -10,49 +11,69 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-VERSION = "11.17.2"
-MEMBER = "package/dist/mermaid.min.js"
-TARGET = "javascripts/mermaid.min.js"
-"""As `extra_javascript` of mkdocs.yml names it; Material for MkDocs uses it instead of its own address."""
+
+@dataclass(frozen=True)
+class Program:
+    """A file of an npm package, and its path in the site as mkdocs.yml names it."""
+
+    package: str
+    version: str
+    member: str
+    target: str
+
+    @property
+    def filename(self) -> str:
+        """Its name in the cache."""
+        return f"{self.package}-{self.version}.min.js"
+
+
+MERMAID = Program("mermaid", "11.17.2", "package/dist/mermaid.min.js", "javascripts/mermaid.min.js")
+IFRAME_WORKER = Program("iframe-worker", "1.0.4", "package/shim/index.js", "javascripts/iframe-worker.min.js")
 
 
 class FetchError(Exception):
-    """npm is missing, or could not fetch the package."""
+    """npm is missing, or could not fetch a package."""
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the program to the site's files. Without npm the theme loads it from its own address."""
-    try:
-        program = mermaid()
-    except FetchError as error:
-        print(f"docs: the diagrams are drawn by a program from another host: {error}", file=sys.stderr)
-        config["extra_javascript"] = [each for each in config["extra_javascript"] if str(each) != TARGET]
-        return files
-    files.append(File.generated(config, TARGET, abs_src_path=str(program)))
+    """Add the programs to the site. Without npm the theme loads mermaid from its own address, and search needs a server."""
+    for program, scripts, without in (
+        (MERMAID, config["extra_javascript"], "the diagrams are drawn by a program from another host"),
+        (IFRAME_WORKER, config["extra"]["polyfills"], "search works on a server only"),
+    ):
+        try:
+            path = cached(program)
+        except FetchError as error:
+            print(f"docs: {without}: {error}", file=sys.stderr)
+            scripts[:] = [each for each in scripts if str(each) != program.target]
+        else:
+            files.append(File.generated(config, program.target, abs_src_path=str(path)))
     return files
 
 
-def mermaid() -> Path:
-    """The program in the cache. Raises `FetchError` if it is not there and npm cannot fetch it."""
+def cached(program: Program) -> Path:
+    """A program in the cache. Raises `FetchError` if it is not there and npm cannot fetch it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "disagg"
-    cached = folder / f"mermaid-{VERSION}.min.js"
-    if not cached.exists():
+    path = folder / program.filename
+    if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            command = ["npm", "pack", "--silent", "--pack-destination", temporary, f"mermaid@{VERSION}"]
+            package = f"{program.package}@{program.version}"
+            command = ["npm", "pack", "--silent", "--pack-destination", temporary, package]
             try:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - its own words
             except (OSError, subprocess.SubprocessError) as error:
-                raise FetchError(f"npm cannot fetch mermaid {VERSION}, which draws the diagrams: {error}") from error
+                raise FetchError(f"npm cannot fetch {package}: {error}") from error
             (archive,) = Path(temporary).glob("*.tgz")
             with tarfile.open(archive) as opened:
-                found = opened.extractfile(MEMBER)
+                found = opened.extractfile(program.member)
                 assert found is not None
-                (Path(temporary) / cached.name).write_bytes(found.read())
-            (Path(temporary) / cached.name).replace(cached)
-    return cached
+                (Path(temporary) / path.name).write_bytes(found.read())
+            (Path(temporary) / path.name).replace(path)
+    return path

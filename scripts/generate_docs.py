@@ -52,6 +52,8 @@ from tests.integrations.sglang.recipes import RECIPES  # noqa: E402
 from tests.support import grid  # noqa: E402
 from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
 
+RANK_FLAGS = [each.flag for each in settings(RankConfig) if each.key != "role"]
+"""The options of the commands of ranks that are settings too."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -315,7 +317,7 @@ def source(path: str, *names: str) -> Iterator[str]:
 
 
 def command_line() -> Iterator[str]:
-    """Every command with its help and its options, from the commands themselves."""
+    """Every command with its help and its options, from the commands themselves. Settings are on the page of settings."""
     for name, command in (*((f"disagg {name}", disagg.get_command(None, name)) for name in COMMANDS), ("disagg-bench", bench)):
         assert command is not None
         yield f"## {name}"
@@ -323,26 +325,28 @@ def command_line() -> Iterator[str]:
         yield " ".join((command.help or "").split())
         yield ""
         arguments = [each.metavar or each.name or "" for each in command.params if isinstance(each, click.Argument)]
-        yield f"`{' '.join([name, '[OPTIONS]', *arguments])}`"
-        yield ""
-        yield "| option | | default, bounds |"
-        yield "|---|---|---|"
-        with click.Context(command, info_name=name, **command.context_settings) as context:
-            for each in command.params:
-                if isinstance(each, click.Option) and not each.hidden:
-                    yield _option_row(each, context)
+        if arguments:
+            yield f"`{' '.join([name, '[OPTIONS]', *arguments])}`"
+            yield ""
+        options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+        if set(RANK_FLAGS) <= {flag for each in options for flag in each.opts}:
+            yield "Options: the settings in [Configuration](configuration.md), and `--config FILE`, a TOML file with settings."
+        else:
+            with click.Context(command, info_name=name, **command.context_settings) as context:
+                yield from (_option_line(each, context) for each in options if "--debug" not in each.opts)
         yield ""
 
 
-def _option_row(option: click.Option, context: click.Context) -> str:
+def _option_line(option: click.Option, context: click.Context) -> str:
+    """An option, its bounds and its default, as its help has them."""
     names = " / ".join(filter(None, (", ".join(option.opts), ", ".join(option.secondary_opts))))
     value = "" if option.is_flag else f" {option.make_metavar(context)}"
     text, _, default = (option.help or "").partition("  [default: ")
     shown = option.get_help_extra(context)
     default = default.rstrip("]") or shown.get("default", "")
-    more = [shown.get("required", ""), f"`{default}`" if default else "", shown.get("range", "")]
-    cells = (f"`{names}{value}`", " ".join(text.split()), "; ".join(filter(None, more)))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    more = [shown.get("required", ""), f"default `{default}`" if default else "", shown.get("range", "")]
+    bounds = "; ".join(filter(None, more))
+    return f"* `{names}{value}`: {' '.join(text.split())}" + (f" [{bounds}]" if bounds else "")
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ import click
 import pytest
 
 from disagg.commands.bench.command import bench
+from disagg.commands.rank.rank import RankConfig
 from disagg.commands.shell import errors
 from disagg.commands.shell.group import COMMANDS, disagg
 from disagg.core.errors import DisaggError
+from disagg.settings import settings
 
+DOCS = Path(__file__).parents[2] / "docs"
 ALL: dict[str, click.Command] = {"disagg": disagg, "disagg-bench": bench}
 ALL |= {f"disagg {name}": command for name in COMMANDS if (command := disagg.get_command(click.Context(disagg), name))}
 
@@ -64,16 +67,23 @@ def test_a_misspelt_command_is_one_sentence_with_those_that_may_be_meant(
 
 
 @pytest.mark.parametrize(
-    "row",
+    "line",
     [
-        "| `--tokens INTEGER RANGE` | Length of the request. | required; x>=1 |",
-        "| `--interval SECONDS` | Time between two readings. | `2.0`; x>=0.1 |",
-        "| `--engines / --no-engines` | Start engines in child processes and measure them. | `engines` |",
-        "| `--rank N` | The number of this rank in its instance. | `0` |",
+        "* `--tokens INTEGER RANGE`: Length of the request. [required; x>=1]",
+        "* `--interval SECONDS`: Time between two readings. [default `2.0`; x>=0.1]",
+        "* `--engines / --no-engines`: Start engines in child processes and measure them. [default `engines`]",
+        "* `--shm PATH`: The shared-memory mount to examine. [default `/dev/shm`]",
     ],
 )
-def test_the_page_of_commands_has_bounds_and_defaults_as_the_help_does(row: str) -> None:
-    assert row in (Path(__file__).parents[2] / "docs/commands.md").read_text().splitlines()
+def test_the_page_of_commands_has_bounds_and_defaults_as_the_help_does(line: str) -> None:
+    assert line in (DOCS / "commands.md").read_text().splitlines()
+
+
+def test_every_option_of_a_rank_is_on_the_page_of_settings() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    flags = [setting.flag for setting in settings(RankConfig) if setting.key != "role"]
+    assert len(flags) > 30
+    assert [flag for flag in flags if page.count(f"| `{flag}` |") != 1] == []
 
 
 FAILING = {
