@@ -149,9 +149,9 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             io_processor_plugin pooler_config runner convert"""),
         _row(_NONE, _KERNELS, "enforce_eager disable_cascade_attn"),
         _row(_NONE, _DRAFTS, "spec_target_max_model_len is_submodel_config"),
-        _row(_NONE, _WHERE, """
-            enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph
-            enable_nccl_comm_suspend enable_cumem_allocator"""),
+        _row(_REFUSED, "the connector, by name", "enable_sleep_mode enable_cumem_allocator"),
+        _row(_NONE, "options of sleep mode, which is refused", """
+            sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend"""),
         _row(_NONE, _SERVING, "served_model_name"),
     ),
     "LoRAConfig": (

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -235,6 +236,12 @@ class TestMooncakeContract(BackendContract):
         with pytest.raises(PeerUnreachable, match="rdma"):
             backend.connect(encode_endpoint("mooncake", other, []), epoch=1)
 
+    def test_a_peer_of_the_other_ip_version(self, backend: Backend, target: Target) -> None:
+        descriptor, _ = decode_endpoint("mooncake", target.endpoint)
+        other = msgspec.msgpack.encode({**msgspec.msgpack.decode(descriptor), "host": "::1"})
+        with pytest.raises(PeerUnreachable, match="host '::1': the engine reaches addresses of one IP version only"):
+            backend.connect(encode_endpoint("mooncake", other, []), epoch=1)
+
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
@@ -311,10 +318,12 @@ def test_settings_that_would_break_promises(name: str, value: str, monkeypatch: 
         MooncakeBackend(BackendOptions())
 
 
-@pytest.mark.parametrize(("host", "switch"), [("::1", None), ("127.0.0.1", "0")])
+@pytest.mark.parametrize(("host", "switch"), [("::1", None), ("127.0.0.1", "0"), ("four.test", "0")])
 def test_a_host_of_the_other_ip_version(host: str, switch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if switch is not None:
         monkeypatch.setenv("MC_USE_IPV6", switch)
+    if host == "four.test":
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, None, 0, "", ("192.0.2.1", 0))])
     with pytest.raises(ConfigError, match=f"host '{host}': the engine reaches addresses of one IP version only"):
         MooncakeBackend(BackendOptions(host=host))
 
@@ -344,6 +353,20 @@ def test_over_ipv6() -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     found = subprocess.run(command, env={**os.environ, "MC_USE_IPV6": "1"}, capture_output=True, text=True, check=False)
     assert found.stdout.startswith("[::1]:"), found.stderr
+
+
+def test_managers_over_ipv6() -> None:
+    program = """
+        from tests.support.cluster import Side, cluster
+
+        settings = {"backend": "mooncake", "listen": "tcp://[::1]:0"}
+        with cluster(Side(tp=2), Side(page=8), settings=settings) as instances:
+            assert all(event.ok for event in instances.transfer(37, chunks=(16,)))
+            print(instances.decode[0].manager.address)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    found = subprocess.run(command, env={**os.environ, "MC_USE_IPV6": "1"}, capture_output=True, text=True, check=False)
+    assert found.stdout.startswith("tcp://[::1]:"), found.stderr
 
 
 def test_the_environment_is_as_before() -> None:

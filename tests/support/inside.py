@@ -41,6 +41,11 @@ def in_control_thread(manager: KVManager, call: Callable[[float], None]) -> None
     manager._runtime.command(call)
 
 
+def has_reports(manager: KVManager) -> bool:
+    """Whether the worker has reports that the control thread has not taken yet."""
+    return manager._runtime.worker.has_reports
+
+
 def threads(manager: KVManager) -> list[Thread]:
     """Of control and of transfers."""
     return [manager._runtime.loop.thread, manager._runtime.worker.thread]

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections a test can reset."""
+"""A TCP proxy whose connections a test can reset, and which may be slow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 _RESET = struct.pack("ii", 1, 0)
@@ -13,11 +14,11 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class TcpProxy:
-    """Passes on what comes to `address` to the address `target`, both `tcp://host:port`."""
+    """Passes on what comes to `address` to the address `target`, both `tcp://host:port`. What comes back is `delay_s` late."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, delay_s: float = 0.0) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
+        self._target, self._delay_s = (host, int(port)), delay_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
@@ -58,19 +59,20 @@ class TcpProxy:
             with self._lock:
                 self._pairs.append((near, far))
                 self.num_accepted += 1
-            for source, destination in ((near, far), (far, near)):
-                threading.Thread(target=self._copy, args=(source, destination), daemon=True).start()
+            for source, destination, delay_s in ((near, far, 0.0), (far, near, self._delay_s)):
+                threading.Thread(target=self._copy, args=(source, destination, delay_s), daemon=True).start()
 
     @staticmethod
-    def _copy(source: socket.socket, destination: socket.socket) -> None:
+    def _copy(source: socket.socket, destination: socket.socket, delay_s: float) -> None:
         with contextlib.suppress(OSError):  # closed, here or there
             while data := source.recv(1 << 16):
+                time.sleep(delay_s)
                 destination.sendall(data)
             destination.shutdown(socket.SHUT_WR)
 
 
 @contextlib.contextmanager
-def proxies(*targets: str) -> Iterator[list[TcpProxy]]:
+def proxies(*targets: str, delay_s: float = 0.0) -> Iterator[list[TcpProxy]]:
     """A proxy in front of each address."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(contextlib.closing(TcpProxy(target))) for target in targets]
+        yield [stack.enter_context(contextlib.closing(TcpProxy(target, delay_s=delay_s))) for target in targets]

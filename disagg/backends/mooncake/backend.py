@@ -54,6 +54,7 @@ from disagg.backends.mooncake.launch import (
     check_environment,
     choose_protocol,
     import_engine,
+    ip_refusal,
     outstanding_limit,
     start_engine,
 )
@@ -158,7 +159,8 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         if descriptor.protocol != self._protocol:
             raise PeerUnreachable(f"peer {descriptor.session} uses {descriptor.protocol!r}, this engine {self._protocol!r}")
         if (status := engine.send_probe(descriptor.session)) != 0:
-            raise PeerUnreachable(f"backend 'mooncake': no engine answers at {descriptor.session} (status {status})")
+            found = ip_refusal(descriptor.host) or f"backend 'mooncake': no engine answers at {descriptor.session}"
+            raise PeerUnreachable(f"{found} (status {status})")
         self._connections.add(descriptor.ports)
         peer = MooncakePeer(self._queue(engine, descriptor), process, regions, epoch=epoch)
         try:

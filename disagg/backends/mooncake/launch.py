@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from pathlib import Path
 from typing import Any, Protocol
 
 from disagg.backends.base import BackendOptions, Transport, check_rdma
-from disagg.core.address import is_loopback, is_numeric
+from disagg.core.address import is_loopback
 from disagg.core.copies import Addresses
 from disagg.core.errors import BackendUnavailable, ConfigError
 from disagg.machine.environment import environment
@@ -81,14 +82,25 @@ def choose_protocol(options: BackendOptions) -> str:
     return "tcp"
 
 
+def ip_refusal(host: str) -> str | None:
+    """Why the engine cannot reach a host that is known, but by addresses of the other IP version only."""
+    try:
+        found = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return None
+    if (socket.AF_INET6 if _IPV6_SWITCH in os.environ else socket.AF_INET) in found:
+        return None
+    return (
+        f"backend 'mooncake', host {host!r}: the engine reaches addresses of one IP version only, IPv6 if {_IPV6_SWITCH} is in "
+        f"the environment (now: {os.environ.get(_IPV6_SWITCH)!r}); expected it set to 1 for an IPv6 host, and not set for an "
+        "IPv4 host"
+    )
+
+
 def check_environment(options: BackendOptions, protocol: str) -> None:
     """Raises `ConfigError` for settings under which this backend could not keep its promises."""
-    if is_numeric(options.host) and (":" in options.host) != (_IPV6_SWITCH in os.environ):
-        raise ConfigError(
-            f"backend 'mooncake', host {options.host!r}: the engine reaches addresses of one IP version only, IPv6 if "
-            f"{_IPV6_SWITCH} is in the environment (now: {os.environ.get(_IPV6_SWITCH)!r}); expected it set to 1 for an IPv6 "
-            "host, and not set for an IPv4 host"
-        )
+    if refusal := ip_refusal(options.host):
+        raise ConfigError(refusal)
     if protocol != "tcp":
         return
     if not is_loopback(options.host) and not options.trusted_network:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,6 @@ NUM_THREADS = 16
 MAX_NBYTES = 1 << 16
 """Maximum size of an answer."""
 MAX_GROUPS = 1024
-STALE_S = 0.2
-"""An answer that nobody has come for within this time is not taken: the instance may have been replaced since."""
 MAX_ASKED = 256
 """How many servers may be asked before answers that nobody came back for are forgotten."""
 
@@ -58,33 +56,36 @@ class BootstrapServers:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="disagg-bootstrap")
         self._asked: dict[str, Future[Served]] = {}
-        self._wanted_s: dict[str, float] = {}
-        """When the answer of each server was last come for."""
         self._wait_at = 0.0
 
     def close(self) -> None:
         """End the threads that wait for no answer."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def ask(self, server: str) -> Served | None:
-        """What a server serves; `None` if it has not answered yet, so ask again. Raises `PeerUnreachable` if it names none."""
-        answer, now = self._asked.get(server), time.monotonic()
-        if answer is not None and answer.done() and now - self._wanted_s[server] > STALE_S:
-            answer = None
-        self._wanted_s[server] = now
-        if answer is None:
-            if len(self._asked) >= MAX_ASKED:
-                self._asked = {other: each for other, each in self._asked.items() if not each.done()}
-                self._wanted_s = {other: at for other, at in self._wanted_s.items() if other in self._asked or other == server}
-            answer = self._asked[server] = self._threads.submit(_fetch, server)
-            began = time.monotonic()
-            if began >= self._wait_at:
-                wait([answer], WAIT_S)
-                self._wait_at = began + (PAUSE + 1) * (time.monotonic() - began)
-        if not answer.done():
-            return None
-        del self._asked[server], self._wanted_s[server]
-        return answer.result()
+    def ask(self, server: str) -> None:
+        """Ask a server, unless it is being asked. `answers` has what it says, perhaps at once."""
+        if server in self._asked:
+            return
+        if len(self._asked) >= MAX_ASKED:
+            self.forget_answers()
+        answer = self._asked[server] = self._threads.submit(_fetch, server)
+        began = time.monotonic()
+        if began >= self._wait_at:
+            wait([answer], WAIT_S)
+            self._wait_at = began + (PAUSE + 1) * (time.monotonic() - began)
+
+    def answers(self) -> Iterator[tuple[str, Served | PeerUnreachable]]:
+        """The servers that have answered since the last call, and what they serve, or why they name no instance."""
+        for server in [server for server, answer in self._asked.items() if answer.done()]:
+            answer = self._asked.pop(server)
+            try:
+                yield server, answer.result()
+            except PeerUnreachable as error:
+                yield server, error
+
+    def forget_answers(self) -> None:
+        """Drop the answers that nobody has come for."""
+        self._asked = {server: answer for server, answer in self._asked.items() if not answer.done()}
 
 
 def _fetch(server: str) -> Served:

@@ -158,6 +158,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 owner.ended(event)
         for sender in list(self.waiting.values()):
             sender.look()
+        self._hear()
         self._watch()
         self._collect_at = time.monotonic() + COLLECT_EVERY_S
 
@@ -201,14 +202,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if named(bootstrap_addr) is not None:
             self._add_prefill_info(bootstrap_addr, PrefillServerInfo(**_ONE_RANK))
             return True
-        try:
-            found = self.bootstrap.ask(bootstrap_addr)
-        except PeerUnreachable as error:
-            logger.warning("%s", error)
-            return False
-        if found is not None:
-            self._serve(bootstrap_addr, found)
-        return found is not None
+        self.bootstrap.ask(bootstrap_addr)
+        self._hear()
+        return bootstrap_addr in self.prefill_info_table
 
     def _add_prefill_info(self, bootstrap_addr: str, info: Any) -> None:
         self._resolve_rank_mapping(info)
@@ -218,6 +214,19 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         """Fill in SGLang's own mapping of ranks, as if there were one rank: the plans decide which rank sends what."""
         info.target_tp_rank, info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = 0, [0], [0], [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
+
+    def _hear(self) -> None:
+        """Take what bootstrap servers have answered. SGLang looks for it once a second."""
+        for server, found in self.bootstrap.answers():
+            if isinstance(found, Served):
+                self._misses.pop(server, None)
+                self._serve(server, found)
+                continue
+            misses = self._misses[server] = self._misses.get(server, 0) + 1
+            if server not in self._served or misses >= MAX_MISSES:
+                logger.warning("%s", found)
+                self._misses.pop(server)
+                self._serve(server, None)
 
     def _serve(self, server: str, found: Served | None) -> None:
         """Take what a bootstrap server says, or `None` if it is gone. Requests of an instance that it does not name any more
@@ -239,7 +248,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         other = named(receiver.bootstrap_addr)
         if other is not None:
             return other
-        found = self._served[receiver.bootstrap_addr].prefills.get(receiver.prefill_dp_rank)
+        served = self._served.get(receiver.bootstrap_addr)
+        found = None if served is None else served.prefills.get(receiver.prefill_dp_rank)
         if found is None:
             raise PeerUnreachable(
                 f"bootstrap server {receiver.bootstrap_addr} names no data-parallel rank {receiver.prefill_dp_rank}"
@@ -259,7 +269,11 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             logger.warning("room %s: %s", receiver.bootstrap_room, error)
 
     def check_prefill(self, server: str) -> None:
-        """Have SGLang ask a bootstrap server again, if an instance of it is not ready: it may have been replaced."""
+        """Before a new request: have SGLang ask a bootstrap server again, if an instance of it is not ready: it may have been
+        replaced. So may those in answers that came after the last request before this one had ended.
+        """
+        if len(self.rooms) == 1:
+            self.bootstrap.forget_answers()
         served = self._served.get(server)
         if served is not None and time.monotonic() - served.asked_s >= ASK_AGAIN_S and self._is_doubtful(served):
             self.prefill_info_table.pop(server, None)
@@ -275,23 +289,11 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if now < self._watch_at:
             return
         self._watch_at = now + WATCH_EVERY_S
-        for server, served in list(self._served.items()):
-            if not self._is_doubtful(served):
-                self._misses.pop(server, None)
-                continue
-            try:
-                found = self.bootstrap.ask(server)
-            except PeerUnreachable as error:
-                self._misses[server] = self._misses.get(server, 0) + 1
-                if self._misses[server] >= MAX_MISSES:
-                    logger.warning("%s", error)
-                    self._serve(server, None)
+        for server, served in self._served.items():
+            if self._is_doubtful(served):
+                self.bootstrap.ask(server)
             else:
                 self._misses.pop(server, None)
-                if found is None:
-                    self._watch_at = now  # come for the answer in the next step
-                else:
-                    self._serve(server, found)
 
 
 _ONE_RANK: Mapping[str, Any] = {

@@ -10,7 +10,7 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from disagg.core.errors import DisaggError, RemoteProtocolError
+from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError
 from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.bootstrap import Prefill
 from disagg.integrations.sglang.manager import ENGINE, Owner
@@ -65,6 +65,8 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         self.aux_index, self.prompt = aux_index, mgr.host.prompt(mgr.host.request(self))
         kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, self.prompt.num_tokens
         try:
+            if mgr.locate(self) != self.prefill:
+                raise PeerUnreachable(f"prefill instance {self.prefill.name} was replaced while the request waited for pages")
             rows = full_pages(np.asarray(kv_indices), prefix, facts=mgr.facts)
             rows |= state_rows(kinds, state_indices, num_tokens=num_tokens, prefix=prefix, page_size=page_size, facts=mgr.facts)
             self.handle = mgr.transfers.receiver(

@@ -36,6 +36,8 @@ HOST = "127.0.0.1"
 NUM_AUX = 16
 STEP_S = 1e-3
 """The pause between two iterations of the scheduler, while it has requests."""
+LOOK_EVERY_S = 1.0
+"""How often SGLang's decode looks whether an instance is known."""
 
 
 class FileGroup:
@@ -89,6 +91,8 @@ class Started:
     aux: int = 0
     is_begun: bool = False
     is_found: bool = False
+    look_at: float = 0.0
+    has_pages: bool = True
     next_token: int = 0
     event: HostEvent | None = None
     sent_s: float = 0.0
@@ -247,20 +251,36 @@ class RankProcess:
     # -- decode ------------------------------------------------------------------------------------------------------
 
     def decode(
-        self, room: int, request: Request, seed: int, *, group: int = 0, held: bool = False, bootstrap: str | None = None
+        self,
+        room: int,
+        request: Request,
+        seed: int,
+        *,
+        group: int = 0,
+        held: bool = False,
+        has_pages: bool = True,
+        bootstrap: str | None = None,
     ) -> None:
-        """Receive a room from the instance at `bootstrap`. `held`: it is not looked for yet."""
+        """Receive a room from the instance at `bootstrap`. `held`: it is not looked for yet. Without `has_pages` it
+        waits for `allocate`.
+        """
         receiver = self.receiver(self.manager, bootstrap or self.bootstrap, room)
-        self.started[room] = Started(room, request, seed, receiver=receiver, aux=group, held=held)
+        self.started[room] = Started(room, request, seed, receiver=receiver, aux=group, held=held, has_pages=has_pages)
+
+    def allocate(self, room: int) -> None:
+        self.started[room].has_pages = True
 
     def _decode(self, started: Started, say: Callable[..., None]) -> None:
         receiver, request = started.receiver, started.request
-        if not started.is_found and not started.held and receiver.conclude_state is None:
+        may_look = not started.held and receiver.conclude_state is None and time.monotonic() >= started.look_at
+        if not started.is_found and may_look:
+            started.look_at = time.monotonic() + LOOK_EVERY_S
             started.is_found = self.manager.try_ensure_parallel_info(receiver.bootstrap_addr)
             if started.is_found:
                 receiver.init(started.aux)
+                say(room=started.room, found=True)
         poll = receiver.poll()
-        if poll == KVPoll.WaitingForInput and not started.is_begun:
+        if poll == KVPoll.WaitingForInput and not started.is_begun and started.has_pages:
             started.is_begun = True
             started.aux = self.free_aux.pop()
             pages = self.memory.kv_list(request, request.prefix, request.num_tokens)
@@ -298,6 +318,10 @@ class RankProcess:
         while not self.manager.try_ensure_parallel_info(self.bootstrap):
             time.sleep(STEP_S)
         return True
+
+    def lookups(self) -> list[bool]:
+        """Of the bootstrap servers that were asked, and nobody has come for their answers: whether they have answered."""
+        return [answer.done() for answer in self.manager.bootstrap._asked.values()]
 
     def drop(self, room: int) -> None:
         """Abort a request and forget it, as SGLang does with those that wait for a batch on prefill."""

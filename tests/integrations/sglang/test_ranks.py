@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg import Topology
+from disagg.integrations.sglang.bootstrap import WAIT_S
 from disagg.integrations.sglang.manager import DisaggKVManager
 from harness.ports import free_ports
 from tests.integrations.sglang.memory import Model
 from tests.integrations.sglang.pair import ROOMS, running
-from tests.integrations.sglang.ranks import Rank, RankProcess
+from tests.integrations.sglang.ranks import HOST, Rank, RankProcess
 from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
+from tests.support.inside import has_reports, in_control_thread
+from tests.support.tcp_proxy import proxies
 
 NOTICED_S = 1.0
 """How long the other side takes at most to fail the requests of a rank that was killed."""
@@ -43,6 +50,12 @@ CASES = {
     "draft with windows 1 to 2": (MODELS["draft with windows"], 1, 2, (16, 16)),
     "index keys and tails with a draft": (MODELS["index with a draft"], 1, 1, (16, 16)),
 }
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,11 +170,53 @@ def test_a_chunk_that_is_sent_early_is_read_when_its_event_has_passed(tmp_path: 
         (prefill,) = pair.prefill
         prefill.wait(room=room, status="reserved")
         pair.expect(pair.begin(90))  # other requests do not wait
-        until = time.monotonic() + 10
-        while prefill.ask("num_queries", room) < 10:
-            assert time.monotonic() < until, "nobody asks for the event"
+        wait_for(lambda: prefill.ask("num_queries", room) >= 10)
         prefill.call("compute", room)
         pair.expect(room)
+
+
+class FreesPages(RankProcess):
+    """A rank whose control thread is busy while another rank of its server fails a request."""
+
+    def fail_elsewhere(self, room: int) -> str:
+        """What SGLang does on a rank once any rank has failed a request: it takes the pages for another one, which are read
+        only then. The control thread hears of the copy's end before it hears of the failure. Returns the reason of the failure.
+        """
+        started, manager = self.started.pop(room), self.manager.transfers
+        is_busy, go_on = threading.Event(), threading.Event()
+
+        def be_busy(_: float) -> None:
+            is_busy.set()
+            go_on.wait(30)
+
+        in_control_thread(manager, be_busy)
+        is_busy.wait(30)
+        assert started.event is not None
+        with pytest.raises(KVTransferError) as failed:
+            started.sender.failure_exception()
+        self.free_aux.append(started.aux)
+        self.memory.fill(started.request, started.seed + 1)
+        started.event.has_passed = True
+        while not has_reports(manager):
+            time.sleep(0.001)
+        go_on.set()
+        return str(failed.value.failure_reason)
+
+
+def test_pages_that_prefill_frees_on_all_ranks(tmp_path: Path) -> None:
+    """One rank has sent its share, the other one's copy is under way when the first one fails."""
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), kind=FreesPages, DISAGG_PACK_BELOW="0") as pair:
+        room = pair.begin(300, early=True)
+        first, second = pair.prefill
+        for rank in pair.prefill:
+            rank.wait(room=room, status="reserved")
+            wait_for(functools.partial(rank.ask, "num_queries", room))
+        first.call("compute", room)
+        assert "another rank" in second.ask("fail_elsewhere", room)
+        for rank in (first, pair.decode[0]):
+            assert "prefill has given up the request" in rank.wait(room=room, status="failed")["reason"]
+        pair.decode[0].wait(room=room, released=True)
+        pair.expect(pair.begin(100))
 
 
 def test_a_prefix_of_40_pages_with_chunks(tmp_path: Path) -> None:
@@ -323,6 +378,55 @@ def test_prefill_ends_before_it_is_reached(is_replaced: bool, tmp_path: Path) ->
         decode.wait(room=room, released=True)
         if is_replaced:
             pair.expect(pair.begin(100))
+
+
+def test_prefill_is_replaced_while_a_request_waits_for_pages(tmp_path: Path) -> None:
+    """Decode does not turn to the old one again, which on another host might never refuse."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        pair.expect(pair.begin(100))
+        waiting = 7
+        decode.call("decode", waiting, pair.request(decode, 100, 0), 7, has_pages=False)
+        decode.wait(room=waiting, found=True)
+        prefill.kill()
+        pair.prefill = pair.start("prefill", Topology())
+        pair.expect(pair.begin(100))
+        decode.call("allocate", waiting)
+        assert "was replaced while the request waited for pages" in decode.wait(room=waiting, status="failed")["reason"]
+        pair.expect(pair.begin(100))
+
+
+def test_a_bootstrap_server_that_takes_longer_than_a_step_waits(tmp_path: Path) -> None:
+    """As on a host far away. SGLang looks for the answer once a second."""
+    with (
+        running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair,
+        proxies(f"tcp://{HOST}:{pair.port}", delay_s=2 * WAIT_S) as (slow,),
+    ):
+        room = pair.begin(100, decode=False)
+        (decode,) = pair.decode
+        where = slow.address.removeprefix("tcp://")
+        decode.call("decode", room, pair.request(decode, 100, 0), room % 1000, bootstrap=where)
+        pair.expect(room)
+
+
+def test_an_answer_for_a_request_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+    """It names the prefill instance that was there then."""
+    with (
+        running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair,
+        proxies(f"tcp://{HOST}:{pair.port}", delay_s=4 * WAIT_S) as (slow,),
+    ):
+        where, (prefill,), (decode,) = slow.address.removeprefix("tcp://"), pair.prefill, pair.decode
+        room = next(ROOMS)
+        decode.call("decode", room, pair.request(decode, 100, 0), 7, bootstrap=where)
+        wait_for(lambda: decode.ask("lookups") == [False])
+        decode.call("abort", room)
+        decode.wait(room=room, status="failed")
+        wait_for(lambda: decode.ask("lookups") == [True])
+        prefill.kill()
+        pair.prefill = pair.start("prefill", Topology())
+        room = pair.begin(100, decode=False)
+        decode.call("decode", room, pair.request(decode, 100, 0), room % 1000, bootstrap=where)
+        pair.expect(room)
 
 
 def test_decode_is_killed(tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from typing import Any
 
 import pytest
 
+from disagg.integrations.sglang.bootstrap import WAIT_S
 from harness.ports import free_ports
 from harness.servers import Reply, Server
 from harness.vllm.models import write_model
 from tests.integrations.vllm.requests import prompts
+from tests.support.tcp_proxy import proxies
 
 LENGTHS = (7, 16, 33, 250, 700, 1100)
 PROMPTS = prompts(LENGTHS, seed=41)
@@ -131,11 +133,12 @@ def where(servers: Servers, room: int) -> dict[str, Any]:
     return {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.prefill.bootstrap_port, "bootstrap_room": room}
 
 
-def route(servers: Servers, room: int, prompt: list[int]) -> Reply:
+def route(servers: Servers, room: int, prompt: list[int], **options: Any) -> Reply:
     """What SGLang's router does: the request goes to both at once, and decode answers."""
+    fields = {**where(servers, room), **options}
     with ThreadPoolExecutor() as pool:
-        pool.submit(servers.prefill.complete, prompt, stream=False, **where(servers, room))
-        return servers.decode.complete(prompt, stream=False, **where(servers, room))
+        pool.submit(servers.prefill.complete, prompt, stream=False, **fields)
+        return servers.decode.complete(prompt, stream=False, **fields)
 
 
 def test_tp_2_to_1(servers: Servers) -> None:
@@ -177,6 +180,13 @@ def test_with_reversed_pages_the_tokens_differ(servers: Servers) -> None:
 def test_a_room_that_comes_back(servers: Servers) -> None:
     room = next(ROOMS)
     check([route(servers, room, PROMPTS[2]) for _ in range(2)], [servers.expected[2]] * 2)
+
+
+def test_a_bootstrap_server_that_takes_longer_than_a_step_waits(servers: Servers) -> None:
+    """As on a host far away."""
+    with proxies(f"tcp://127.0.0.1:{servers.prefill.bootstrap_port}", delay_s=2 * WAIT_S) as (slow,):
+        port = int(slow.address.rpartition(":")[2])
+        check([route(servers, next(ROOMS), PROMPTS[2], bootstrap_port=port)], [servers.expected[2]])
 
 
 def test_rooms_and_hosts_over_which_a_scheduler_would_end(servers: Servers) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -30,6 +31,7 @@ from disagg.core.errors import ConfigError
 from disagg.integrations.vllm.formats import Format, read_format
 from disagg.integrations.vllm.groups import check_engine, read_groups
 from disagg.integrations.vllm.metadata import HandOff, share_logging
+from harness.servers import OURS, Server
 
 
 def test_vllm_finds_the_connector_by_its_name() -> None:
@@ -50,6 +52,13 @@ def test_integers_that_a_protobuf_has_made_floats() -> None:
         HandOff.of({**params, "remote_num_tokens": 70.5})
 
 
+SLEEPING = """
+from vllm.platforms.interface import Platform
+
+def register():
+    Platform.is_sleep_mode_available = Platform.is_cumem_allocator_available = lambda _: True
+"""
+"""A plug-in of vLLM with which every platform has what GPUs have."""
 PLAIN = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 
 
@@ -87,17 +96,39 @@ def test_shuffled_caches_of_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) ->
             read_format(spec, "layer 0")
 
 
-@pytest.mark.parametrize("option", ["sleep-mode", "cumem-allocator"])
-def test_what_lets_vllm_free_the_kv_cache_is_refused(option: str) -> None:
-    """VLLM sets the second option with the first one, and frees the cache with either."""
-    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    name = f"enable_{option.replace('-', '_')}"
-    model = SimpleNamespace(**{"enable_sleep_mode": False, "enable_cumem_allocator": False, name: True})
-    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=None, diffusion_config=None, model_config=model)
-    with pytest.raises(ConfigError, match=f"--enable-{option}"):
-        check_engine(config)
-    setattr(model, name, False)
-    check_engine(config)
+@pytest.mark.parametrize("option", ["sleep_mode", "cumem_allocator"])
+def test_what_lets_vllm_free_the_kv_cache_is_refused(
+    option: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In vLLM's own configuration, on a platform that has both. VLLM sets the second option with the first one, and frees the
+    cache with either.
+    """
+    for name in ("is_sleep_mode_available", "is_cumem_allocator_available", "is_cuda_alike"):
+        monkeypatch.setattr(type(current_platform), name, lambda _: True)
+    transfer = KVTransferConfig(**OURS)
+
+    def config(**options: bool) -> VllmConfig:
+        found = ModelConfig(str(model("llama")), skip_tokenizer_init=True, dtype="float32", **options)
+        return VllmConfig(model_config=found, kv_transfer_config=transfer)
+
+    with pytest.raises(ConfigError, match=f"--enable-{option.replace('_', '-')}"):
+        check_engine(config(**{f"enable_{option}": True}))
+    check_engine(config())
+
+
+@pytest.mark.parametrize("option", ["--enable-sleep-mode", "--enable-cumem-allocator"])
+def test_a_server_that_may_free_the_kv_cache_does_not_start(option: str, model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A whole server, whose CPU says that it has what GPUs have."""
+    (tmp_path / "sleeping.py").write_text(SLEEPING)
+    package = tmp_path / "sleeping-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: sleeping\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[vllm.general_plugins]\nsleeping = sleeping:register\n")
+    with Server.vllm(model("llama"), option, PYTHONPATH=str(tmp_path)) as server:
+        with pytest.raises(RuntimeError, match="does not answer"):
+            server.wait_ready()
+        log = server.log(length=1 << 20)
+    assert re.search(rf"DisaggConnector does not support .*{option}", log), log[-3000:]
 
 
 @pytest.fixture
