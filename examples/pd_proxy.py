@@ -29,7 +29,16 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout, StreamReader, web
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    StreamReader,
+    TCPConnector,
+    web,
+)
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -498,7 +507,9 @@ class Proxy:
         return app
 
     async def _open_client(self, _: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=5), read_bufsize=1 << 20) as session:
+        async with ClientSession(
+            connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None, sock_connect=5), read_bufsize=1 << 20
+        ) as session:
             self._client = Client(session)
             yield
 
@@ -536,7 +547,9 @@ class Proxy:
         """Raises `Failed` or `ClientError` if the request may be tried again."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         decode = await self._client.server(next(self._decodes), headers)
-        is_turn = self._conversations is not None and any(beginnings(body)) and {None, 1}.issuperset(num_answers(body))
+        is_turn = (
+            self._conversations is not None and any(beginnings(body)) and all(count in (None, 1) for count in num_answers(body))
+        )
         keep = secrets.token_hex(16) if is_turn and not decode.is_sglang else ""
         response = await self._divided(request, body, headers, decode, kept, keep)
         if keep and self._conversations is not None:

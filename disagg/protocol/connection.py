@@ -122,6 +122,11 @@ class PeerConnection:
         """Send the next hello at `at`, unless it is due before."""
         self.hello_at = min(self.hello_at, at)
 
+    def ask_by(self, at: float) -> None:
+        """Send a hello by `at`, which asks for all that the peer's welcome tells."""
+        self.hello_by(at)
+        self.renews = False
+
     def greet_at(self, at: float) -> None:
         """The hello after the one that is sent now is due at `at`."""
         self.hello_at = at

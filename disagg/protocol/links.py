@@ -162,7 +162,12 @@ class Links:
         """Take the ranks that a leader names in its welcome, of those that this one connects to. It names them in each."""
         wanted = instance.wanted or frozenset()
         named = {member.address: member.rank for member in members if member.rank in wanted - {LEADER}}
-        if named == instance.members or now < instance.members_at:
+        if named == instance.members:
+            return
+        if now < instance.members_at:  # the leader takes these for known now: ask for them anew
+            leader = instance.links[instance.address]
+            leader.ask_by(instance.members_at)
+            self.arm(leader)
             return
         num_changed = len(named.items() ^ instance.members.items())
         instance.members, instance.members_at = named, now + CHANGE_S + MEMBER_S * num_changed

@@ -13,6 +13,7 @@ from disagg.protocol.messages import (
     Hello,
     Member,
     Reject,
+    Renew,
     Welcome,
 )
 from disagg.protocol.peer_effects import (
@@ -21,6 +22,7 @@ from disagg.protocol.peer_effects import (
     Forgotten,
     Lost,
     SendHello,
+    SendTo,
 )
 from disagg.protocol.types import PeerRank
 from harness.simulator.connections import welcome
@@ -324,3 +326,40 @@ def test_a_rank_that_names_the_address_of_another_peer_harms_itself_only() -> No
     assert "answers as decode-0/0, expected decode-1/0" in table.instances["decode-1"].problem
     assert table.link(PeerRank("decode-0", 0)) is not None
     assert table.link(PeerRank("decode-1", 0)) is None
+
+
+@pytest.mark.parametrize("second_at", [0.3, 0.9, 1.5])
+def test_ranks_that_are_replaced_one_after_the_other_are_all_found(second_at: float) -> None:
+    """The leader stays, and answers a renewal with a renewal once it has named its ranks in a welcome."""
+    table = peer_table(peer_ranks=3)
+    places = {0: (LEADER, 7), 1: ("tcp://10.0.0.1:81", 8), 2: ("tcp://10.0.0.1:82", 9)}
+    replaced = {10.0: (1, ("tcp://10.0.0.1:91", 18)), 10.0 + second_at: (2, ("tcp://10.0.0.1:92", 19))}
+    named: dict[int, tuple[str, int]] = {}
+    dialled: dict[int, str] = {}
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    for step in range(2000):
+        now = step / 20
+        for at in [at for at in replaced if now >= at]:
+            rank, place = replaced.pop(at)
+            table.on_closed(b"%d" % places[rank][1], now)
+            places[rank] = place
+            table.on_inbound(b"%d" % place[1], "", hello(rank=rank, epoch=place[1]), now)
+        table.tick(now)
+        by_address = {address: (rank, epoch) for rank, (address, epoch) in places.items()}
+        for effect in take_effects(table):
+            if isinstance(effect, Connect):
+                dialled[effect.dial] = effect.address
+            elif isinstance(effect, SendHello) and dialled[effect.dial] in by_address:
+                rank, epoch = by_address[dialled[effect.dial]]
+                members = () if rank else tuple(Member(each, *place) for each, place in places.items())
+                named = named if rank else dict(places)
+                generation = effect.generation if effect.peer_epoch in (0, epoch) else 0
+                answer = welcome(rank=rank, epoch=epoch, generation=generation, members=members)
+                table.on_reply(effect.dial, answer, now)
+                table.on_inbound(b"%d" % epoch, "", hello(rank=rank, epoch=epoch), now)
+            elif isinstance(effect, SendTo) and dialled[effect.dial] in by_address:
+                if dialled[effect.dial] == LEADER and named != places:
+                    table.on_reply(effect.dial, Reject(field="members", reason="changed", hello_first=True), now)
+                else:
+                    table.on_reply(effect.dial, Renew(), now)
+    assert table.instances["decode-0"].ready

@@ -137,11 +137,14 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
     """The queue asks this first of each request. Returns whether it was refused, with HTTP status 400."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 
-    if queue.transfer_backend.value == NAME and request.bootstrap_host != FAKE_BOOTSTRAP_HOST:
-        from disagg.integrations.sglang.prompts import check_tokens
+    if queue.transfer_backend.value == NAME:
+        from disagg.integrations.sglang.prompts import check_tokens, check_unmoved_room
 
         try:
-            queue.kv_manager.check_request(request)
+            if request.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+                queue.kv_manager.check_request(request)
+            else:
+                check_unmoved_room(request)
             check_tokens(request, queue.scheduler.model_config.vocab_size)
         except LocalProtocolError as error:
             prepare_abort(request, str(error), status_code=HTTPStatus.BAD_REQUEST)

@@ -74,6 +74,13 @@ def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
     )
 
 
+def check_unmoved_room(request: Any) -> None:
+    """Raise `LocalProtocolError` for the room of a request whose state is not moved, if SGLang's 64 bits do not hold it."""
+    room = request.bootstrap_room
+    if room is not None and not (isinstance(room, int) and 0 <= room < 1 << 63):
+        raise LocalProtocolError(f"bootstrap_room: expected 0 to {(1 << 63) - 1}, found {room!r:.80}")
+
+
 def check_tokens(request: Any, vocabulary: int) -> None:
     """Raise `LocalProtocolError` for token ids that the model does not have: the scheduler would end over them.
 

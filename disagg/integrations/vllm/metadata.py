@@ -93,7 +93,8 @@ class HandOff(Place, frozen=True, kw_only=True):
             if request_id := transfer_id(found):
                 found["remote_request_id"] = request_id.hex()
         hand_off = msgspec.convert(found, cls, strict=False)
-        bytes.fromhex(hand_off.remote_request_id + hand_off.remote_beginnings)
+        for digits in (hand_off.remote_request_id, hand_off.remote_beginnings):
+            bytes.fromhex(digits)
         return hand_off
 
     @staticmethod
@@ -130,7 +131,7 @@ def transfer_id(params: Mapping[str, Any]) -> bytes | None:
     `ValueError` for one that cannot be.
     """
     if given := params.get("remote_request_id"):
-        return bytes.fromhex(given)
+        return bytes.fromhex(str(given))
     if given := params.get("transfer_id"):
         return hashlib.blake2b(str(given).encode(), digest_size=16).digest()
     return None

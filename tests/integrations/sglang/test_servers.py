@@ -196,6 +196,8 @@ def test_rooms_and_hosts_over_which_a_scheduler_would_end(servers: Servers) -> N
     ]
     asked += [(servers.decode, {"bootstrap_host": host}) for host in (None, ["127.0.0.1"])]
     asked += [(servers.decode, {"bootstrap_port": port}) for port in (0, 1 << 16, [7])]
+    fake = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 2**63}  # SGLang's host of requests whose state is not moved
+    asked += [(server, dict(fake)) for server in (servers.prefill, servers.decode)]
     for server, field in asked:
         with pytest.raises(urllib.error.HTTPError, match="400") as refused:
             server.complete(PROMPTS[0], stream=False, **{**where(servers, next(ROOMS)), **field})

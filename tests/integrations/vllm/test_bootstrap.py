@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import urllib.error
@@ -87,3 +88,15 @@ def test_replicas_are_known_by_rank() -> None:
     assert again is not None
     assert {rank: entry["engine_id"] for rank, entry in query(port).items()} == {"0": "other"}
     again.close()
+
+
+@pytest.mark.parametrize("field", ["remote_request_id", "remote_beginnings", "remote_engine_id", "remote_num_tokens"])
+@pytest.mark.parametrize("value", [5, 1.5, [], {}, True, "abc", "d" * 31, None])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_damaged_hand_off_is_a_value_error(field: str, value: object, inside: bool) -> None:
+    """Whatever a client writes: the scheduler asks in each step of all requests."""
+    part = {"do_remote_prefill": True, "remote_bootstrap_addr": "x", "remote_engine_id": "e@tcp://h:1", field: value}
+    with contextlib.suppress(ValueError):
+        found = HandOff.of({"kept": part} if inside else part)
+        assert found is None or bytes.fromhex(found.remote_request_id) is not None
+        assert found is None or bytes.fromhex(found.remote_beginnings) is not None
