@@ -426,6 +426,16 @@ def test_a_rank_that_has_answered_no_hello_may_renew_its_own_and_leave() -> None
     assert take_effects(table) == []
 
 
+def test_a_rank_that_this_one_does_not_connect_to_may_renew_its_hello() -> None:
+    table = peer_table(peer_ranks=2)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.on_inbound(b"c1", "", hello(rank=1), 0.0)
+    assert isinstance(take_reply(table), Welcome)
+    take_effects(table)
+    table.on_inbound(b"c1", "", Renew(), 1.0)
+    assert take_effects(table) == [ReplyOn(b"c1", Renew())]
+
+
 def test_a_renewal_that_is_rejected_is_followed_by_a_hello() -> None:
     table = peer_table()
     make_ready(table)
