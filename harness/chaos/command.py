@@ -18,7 +18,7 @@ from harness.chaos.run import run
 def main(arguments: list[str] | None = None) -> int:
     """Run chaos with each engine. Returns 0 if every run was good or, without fencing, if every run found wrong bytes."""
     parser = argparse.ArgumentParser(prog="python -m harness.chaos", description="Attack ranks under load and check every byte")
-    parser.add_argument("--engine", action="append", metavar="NAME", help="nixl or mooncake; default: both")
+    parser.add_argument("--engine", action="append", metavar="NAME", help="nixl, mooncake or cma; default: the first two")
     parser.add_argument(
         "--transport", metavar="NAME", help="the engine's transport; default: tcp; rdma makes devices, see harness.rdma"
     )

@@ -12,16 +12,22 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from disagg.backends.cma import CmaBackend
 from disagg.backends.mooncake.launch import import_engine
 from disagg.backends.nixl.bindings import load_bindings
 from harness.chaos.jobs import RankSettings
 from harness.chaos.places import Place
 from harness.chaos.rank import run_rank
 
-ENGINES = {"nixl": load_bindings, "mooncake": import_engine}
+ENGINES: Mapping[str, Callable[[], object]] = {
+    "nixl": load_bindings,
+    "mooncake": import_engine,
+    "cma": lambda: CmaBackend,
+}
 """What imports each engine without opening it."""
 MAX_NBYTES = 1 << 16
 

@@ -38,6 +38,8 @@ from harness.chaos.jobs import Job, RankSettings
 from harness.chaos.pool import NUM_KV_HEADS, PagePool
 
 MAX_WAIT_S = 0.02
+NUM_BEFORE_32_BITS = 100
+"""After how many loans of slots their numbers need more than 32 bits."""
 MAX_PROBLEMS = 8
 """Peers whose problems a rank reports."""
 SUPERVISED = ("disagg-control-", "disagg-transfers-", "disagg-checksums-")
@@ -103,6 +105,8 @@ class Rank:
                 heartbeat_timeout_s=settings.silence_s,
             ),
         )
+        lender = manager._runtime.sessions.lender
+        lender._numbers = itertools.count(next(lender._numbers) + (1 << 32) - NUM_BEFORE_32_BITS)
         self._poller.register(manager.fileno(), select.POLLIN)
         write({"op": "up", "address": manager.address, "transport": manager.backend.transport})
         return manager

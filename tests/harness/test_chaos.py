@@ -46,7 +46,7 @@ def _rank_logs_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("engine", "seed"), [("nixl", 2), ("mooncake", 12)])
+@pytest.mark.parametrize(("engine", "seed"), [("nixl", 2), ("mooncake", 12), ("cma", 12)])
 def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed: int) -> None:
     report = run(engine, seed=seed, rounds=2, requests=REQUESTS)
     killed = {(victim.partition("-")[0], victim.partition(", ")[2]) for victim in report.victims}
@@ -72,6 +72,7 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
         ("mooncake", ["execute", "alias", "disorder"]),
         ("nixl", ["reopen", "reopen"]),
         ("mooncake", ["reopen", "reopen"]),
+        ("cma", ["reopen", "reopen", "disorder", "alias", "execute"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(dict.fromkeys(value)),
 )

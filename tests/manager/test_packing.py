@@ -21,6 +21,7 @@ from disagg.transfer import unpacking
 from disagg.transfer.jobs import Unpack
 from disagg.transfer.staging import LentSlots
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
+from tests.support.inside import skip_loans
 
 
 class Stuck(LocalTransfer):
@@ -87,6 +88,17 @@ def test_an_invalid_filled_slot_fails_its_request_and_stops_no_thread(
         monkeypatch.undo()
         clear(instances.decode[0].pools)
         assert all(event.ok for event in instances.transfer(20))
+
+
+@pytest.mark.parametrize("backend", ["cma", "local", "nixl"])
+def test_every_byte_moves_before_and_after_the_end_of_32_bits(backend: str) -> None:
+    """Loans of slots are numbered; each number is used once."""
+    with cluster(Side(tp=2), Side(page=8), settings={**ALL_PACKED, "backend": backend}) as instances:
+        (decode,) = instances.decode
+        for _ in range(2):
+            skip_loans(decode.manager, (1 << 32) - 5)
+            for _ in range(10):
+                assert all(event.ok for event in instances.transfer(37))
 
 
 @pytest.mark.parametrize("lost", ["slots_filled", "complete", "lend", "borrow"])

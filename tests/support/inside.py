@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from threading import Thread
 
@@ -39,6 +40,12 @@ def open_handles(manager: KVManager) -> list[Sender | Receiver]:
 def in_control_thread(manager: KVManager, call: Callable[[float], None]) -> None:
     """Have the control thread call this with the time."""
     manager._runtime.command(call)
+
+
+def skip_loans(manager: KVManager, count: int) -> None:
+    """Have a rank number its next loan of a slot as if it had lent that many before."""
+    lender = manager._runtime.sessions.lender
+    in_control_thread(manager, lambda _: setattr(lender, "_numbers", itertools.count(next(lender._numbers) + count)))
 
 
 def has_reports(manager: KVManager) -> bool:

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from disagg import Topology
 from disagg.integrations.sglang.bootstrap import WAIT_S
 from disagg.integrations.sglang.manager import DisaggKVManager
+from disagg.runtime.peer_processes import PeerProcesses
 from harness.ports import free_ports
 from tests.integrations.sglang.memory import Model
 from tests.integrations.sglang.pair import ROOMS, running
@@ -330,9 +331,15 @@ def test_decode_whose_prefill_sends_nothing_gives_up(tmp_path: Path) -> None:
         pair.expect(pair.begin(100))
 
 
-@pytest.mark.parametrize("backend", ["cma", "nixl"])
-def test_prefill_is_killed_and_replaced(backend: str, tmp_path: Path) -> None:
-    """Decode's pages are free again, although a connection of its own to the dead process stays half closed."""
+@pytest.mark.parametrize(("backend", "is_attested"), [("cma", True), ("nixl", True), ("nixl", False)])
+def test_prefill_is_killed_and_replaced(
+    backend: str, is_attested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode's pages are free again, although a connection of its own to the dead process stays half closed. Between hosts no
+    process is attested.
+    """
+    if not is_attested:
+        monkeypatch.setattr(PeerProcesses, "attest", lambda *_: None)  # in the ranks, which are forked from here
     with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), DISAGG_BACKEND=backend) as pair:
         assert pair.decode[0].ask("keep_alive") == 200
         pair.expect(pair.begin(100))
