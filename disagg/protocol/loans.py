@@ -43,7 +43,11 @@ class HeldLoans(Protocol):
 
     @property
     def wanted(self) -> int: ...
-    def listed(self, loans: Sequence[tuple[int, int]], newest: int, /) -> tuple[int, ...]: ...
+    def listed(self, loans: Sequence[tuple[int, int]], newest: int, /) -> tuple[int, ...]:
+        """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError`, with nothing
+        changed, for a list that cannot be.
+        """
+
     def give_back(self) -> tuple[int, ...]: ...
 
 

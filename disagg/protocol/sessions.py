@@ -113,9 +113,7 @@ class Sessions:
             self.borrower.report(ticket.peer, ticket.key, destination.reserved.nonce, filled, now)
 
     def take_loans(self, lent: TakeLoans, loans: HeldLoans, now: float) -> None:
-        """Carry out `TakeLoans` on the loans of that connection. Raises `RemoteProtocolError` for a slot that the peer has not
-        registered.
-        """
+        """Carry out `TakeLoans` on the loans of that connection. Raises `RemoteProtocolError` as `HeldLoans.listed` does."""
         self.borrower.take(lent, loans, now, is_open=self.sends.has_open(lent.peer))
 
     def unpacked(self, slot: UnpackSlot, now: float, *, error: str = "") -> None:

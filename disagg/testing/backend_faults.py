@@ -177,6 +177,11 @@ class FaultyBackend:
         """As that of `inner`: transfers that are still delayed are not posted after `close`."""
         return isinstance(self.inner, QuietWhenClosed) and self.inner.is_quiet_when_closed()
 
+    @property
+    def num_delayed(self) -> int:
+        """How many posts still wait for their delay."""
+        return len(self._delayed)
+
     def post_delayed(self) -> None:
         """Post at once what still waits for its delay."""
         self._delayed.run_now()

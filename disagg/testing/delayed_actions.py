@@ -24,6 +24,10 @@ class DelayedActions:
         self._open = True
         self._thread: threading.Thread | None = None
 
+    def __len__(self) -> int:
+        """How many actions still wait."""
+        return len(self._due)
+
     def run_after(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` after that time; never if closed before."""
         with self._changed:

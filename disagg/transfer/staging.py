@@ -239,8 +239,16 @@ class Loans:
     def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
         """The peer lists its loans. Returns those that were given back before.
 
-        Raises `RemoteProtocolError`, with nothing changed, for a slot that is in no region of the peer's.
+        Raises `RemoteProtocolError`, with nothing changed, for a number above `newest`, for an address that is listed twice,
+        and for a slot that is in no region of the peer's.
         """
+        number_at: dict[int, int] = {}
+        for number, address in loans:
+            if number > newest:
+                raise RemoteProtocolError(f"loan: expected numbers up to {newest}, the newest, found {number}")
+            other = number_at.setdefault(address, number)
+            if other != number:
+                raise RemoteProtocolError(f"loans: expected a slot each, found {other} and {number} both at {address:#x}")
         with self._lock:
             known = self._free.keys() | self._used
             new = {number: address for number, address in loans if number > self.seen}

@@ -15,6 +15,7 @@ import pytest
 from disagg.runtime import metrics_server
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster
+from tests.support.inside import in_control_thread
 
 
 @pytest.fixture
@@ -77,16 +78,20 @@ def test_the_health_is_served_and_other_paths_do_not_exist(instances: Cluster) -
 
 def test_a_rank_that_takes_no_requests_lives_and_is_not_ready(instances: Cluster) -> None:
     until(lambda: get(url_of(instances, "/readyz"))[0] == 200)
-    instances.decode[0].manager.remove_peer("prefill-0")
-    instances.decode[0].manager.add_peer("absent", address="tcp://127.0.0.1:9")
-    until(lambda: get(url_of(instances, "/readyz"))[0] == 503)
-    status, body, _ = get(url_of(instances, "/readyz"))
-    assert (status, body.partition(b": ")[0]) == (503, b"no configured peer is ready")
-    assert b"absent: " in body
+    manager, go_on = instances.decode[0].manager, threading.Event()
+    in_control_thread(manager, lambda _: go_on.wait(DEADLINE_S))
+    manager.remove_peer("prefill-0")
+    manager.add_peer("absent", address="tcp://127.0.0.1:9")
+    no_peer = b"no configured peer is ready: "
+    changing = (503, no_peer + b"prefill-0: its configuration is being changed\n")
+    assert get(url_of(instances, "/readyz"))[:2] == changing, "the control thread has not carried out either yet"
+    go_on.set()
+    until(lambda: get(url_of(instances, "/readyz"))[1].startswith(no_peer + b"absent: "))
+    assert get(url_of(instances, "/readyz"))[0] == 503
     assert get(url_of(instances, "/healthz"))[0] == 200
-    instances.decode[0].manager.remove_peer("absent")
+    manager.remove_peer("absent")
     until(lambda: get(url_of(instances, "/readyz"))[0] == 200)  # without configured peers whoever is admitted may come
-    assert instances.decode[0].manager.drain(timeout_s=DEADLINE_S)
+    assert manager.drain(timeout_s=DEADLINE_S)
     assert get(url_of(instances, "/readyz"))[:2] == (503, b"it takes no new requests: it is draining\n")
     assert get(url_of(instances, "/healthz"))[0] == 200
 

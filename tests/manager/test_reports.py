@@ -24,7 +24,6 @@ from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Rank, Side, cluster, receive, send
-from tests.support.inside import depth
 
 PAGES = PageList((0, 1, 2))
 PAGES_OF_SENDER = Pages(np.arange(5, dtype=np.int32))
@@ -44,10 +43,10 @@ def settings(engine: str, **faults: Any) -> dict[str, Any]:
     return {"backend": delayed if faults else engine, "pack_below": 0}
 
 
-def post_delayed(rank: Rank) -> None:
+def faulty_engine(rank: Rank) -> FaultyBackend:
     engine = rank.manager.backend
     assert isinstance(engine, FaultyBackend)
-    engine.post_delayed()
+    return engine
 
 
 class PendingWork:
@@ -71,7 +70,7 @@ def test_pages_of_an_aborted_request_are_held_until_its_writes_have_ended(engine
             reference.fill(instances.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20))
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]
-        until(lambda: all(depth(rank.manager, "transfers") for rank in instances.prefill))
+        until(lambda: all(faulty_engine(rank).num_delayed for rank in instances.prefill))  # else they post nothing any more
         receiver.abort("client gone")
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert not event.ok
@@ -79,9 +78,9 @@ def test_pages_of_an_aborted_request_are_held_until_its_writes_have_ended(engine
         assert (pool == reference.CANARY).all(), "nothing is written yet"
         released = threading.Event()
         event.lease.on_release(released.set)
-        post_delayed(instances.prefill[0])
+        faulty_engine(instances.prefill[0]).post_delayed()
         assert not released.wait(0.2), "the other writer's writes are pending"
-        post_delayed(instances.prefill[1])
+        faulty_engine(instances.prefill[1]).post_delayed()
         assert released.wait(DEADLINE_S)
         assert (pool != reference.CANARY).any(), "the writes ended before the pages were released"
         pool[...] = reference.CANARY
@@ -116,7 +115,7 @@ def test_rows_of_an_unsettled_transfer_are_quarantined_until_it_settles(engine: 
         assert instances.prefill[0].manager.health().quarantined == {"injected fault: not settled": 1}
         until(lambda: here.lease.state is LeaseState.QUARANTINED)
         assert instances.decode[0].manager.health().quarantined == {"no proof that prefill-0/0 stopped writing": 1}
-        post_delayed(instances.prefill[0])
+        faulty_engine(instances.prefill[0]).post_delayed()
         there = sender.wait(timeout_s=DEADLINE_S)
         assert "injected fault: not settled" in str(there.error)
         until(lambda: here.lease.released and there.lease.released)

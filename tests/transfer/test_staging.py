@@ -145,3 +145,20 @@ def test_a_slot_outside_the_peers_regions_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="in no region that the peer has registered"):
         loans.listed(((1, 4096), (2, 4608)), 2)
     assert loans.take() is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        (((2, 4608), (4, 5120)), "expected numbers up to 3, the newest, found 4"),
+        (((2, 4608), (3, 4608)), "expected a slot each, found 2 and 3 both at 0x1200"),
+        (((1, 4608), (2, 4608)), "expected a slot each, found 1 and 2 both at 0x1200"),
+    ],
+    ids=["above the newest", "an address twice", "an address twice, once of a loan that is known"],
+)
+def test_a_list_that_cannot_be_is_refused_and_changes_nothing(listed: tuple[tuple[int, int], ...], found: str) -> None:
+    loans = Loans(512, 0, REGION)
+    loans.listed(((1, 4096),), 1)
+    with pytest.raises(RemoteProtocolError, match=found):
+        loans.listed(listed, 3)
+    assert (loans.seen, loans.num_free, loans.take()) == (1, 1, (1, 4096))

@@ -38,7 +38,11 @@ class Prompts:
         return beginnings(request.all_token_ids[:num_tokens], lambda stop: self._beside(request, stop))
 
     def num_common(self, request: Request, hand_off: HandOff, most: int) -> int:
-        """The leading tokens, at most `most`, that a request has in common with one that was kept, as far as digests tell."""
+        """The leading tokens, at most `most`, that a request has in common with one that was kept, as far as digests tell. A
+        prompt of embeddings has none: no server keeps one, and each digest would read all that come before it again.
+        """
+        if request.prompt_embeds is not None:
+            return 0
         num_kept = hand_off.remote_num_tokens or 0
         if 0 < num_kept <= most and hand_off.remote_prompt == self.digest(request, num_kept):
             return num_kept

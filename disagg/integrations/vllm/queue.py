@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from disagg.integrations.vllm.metadata import HandOff
+
+logger = logging.getLogger(__name__)
 
 RENEWALS = 6
 """How often a request is renewed within the time that prefill keeps it without."""
@@ -21,7 +24,7 @@ class Queue:
 
     def add(self, request: Any) -> None:
         """Note a request that has come."""
-        if _hand_off(request) is not None:
+        if HandOff.part(request.kv_transfer_params) is not None:
             self._requests[request.request_id] = request
 
     def remove(self, req_id: str) -> None:
@@ -41,8 +44,9 @@ class Queue:
 
 
 def _hand_off(request: Any) -> HandOff | None:
-    """The hand-off of a request; `None` if it has none, a damaged one, or was loaded or declined."""
+    """The hand-off of a request; `None` if it has none, or one that was loaded, declined, or cannot be read."""
     try:
         return HandOff.of(request.kv_transfer_params)
-    except Exception:  # noqa: BLE001 (a client has written it, and a step of all requests would be lost)
+    except Exception as error:  # noqa: BLE001  (a client has written it, and those of all others would not be renewed)
+        logger.warning("request %s: its hand-off is not renewed: %s", request.request_id, error)
         return None

@@ -71,6 +71,15 @@ def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
     return wrap
 
 
+@contextlib.contextmanager
+def logged(cost: str) -> Iterator[None]:
+    """Log an exception with what it costs, and go on after the block."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s", cost)
+
+
 @dataclass
 class Prefill:
     """A request that this server computes for another: its first `num_tokens` tokens, of which `num_sent` have been passed to
@@ -215,26 +224,33 @@ class SchedulerHalf:
             prefill.is_given_up |= prefill.request_id == request_id
         self._step.given_up.append(request_id)
 
-    @guarded(StepMetadata)
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """What the workers do in this step."""
-        self.keeper.make_room(1, self._step, num_requests=len(output.num_scheduled_tokens))
+        """What the workers do in this step: all that the hooks have noted since the last one, whatever fails here."""
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
-        step.wanted = self._queue.take_due()
-        sends_chunks = any(group.is_incremental for group in self._groups)
+        with logged("no kept request makes room for this step's requests"):
+            self.keeper.make_room(1, step, num_requests=len(output.num_scheduled_tokens))
+        with logged("requests that wait in the queue are not renewed in this step"):
+            step.wanted = self._queue.take_due()
         for req_id, num_computed in _computed(output):
             prefill = self._prefills.get(req_id)
-            if prefill is None or prefill.is_ended:
+            if prefill is None or prefill.is_ended or prefill.is_given_up:
                 continue
-            if prefill.attempt != prefill.request.num_preemptions:  # it has lost its blocks, and starts again
-                prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
-            num_done = num_computed + output.num_scheduled_tokens[req_id]
-            if sends_chunks:
-                self._add_chunk(step, prefill, num_done)
-            if num_done >= prefill.num_tokens and not prefill.first_token and self._prompts.is_known(prefill.request):
-                self._end_early(step, prefill)
+            try:
+                self._advance(step, prefill, num_computed + output.num_scheduled_tokens[req_id])
+            except Exception:
+                logger.exception("request %s: it is not handed over", req_id)
+                self._give_up(prefill.request_id)
         return step
+
+    def _advance(self, step: StepMetadata, prefill: Prefill, num_done: int) -> None:
+        """Send what this step computes of a request: its first `num_done` tokens are computed then."""
+        if prefill.attempt != prefill.request.num_preemptions:  # it has lost its blocks, and starts again
+            prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
+        if any(group.is_incremental for group in self._groups):
+            self._add_chunk(step, prefill, num_done)
+        if num_done >= prefill.num_tokens and not prefill.first_token and self._prompts.is_known(prefill.request):
+            self._end_early(step, prefill)
 
     def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
         """Send the tokens computed since the last step."""
@@ -252,46 +268,63 @@ class SchedulerHalf:
         """
         assert self._manager is not None
         req_id = prefill.request.request_id
+        finish = self._finish(prefill, self._manager.get_block_ids(req_id))
         self._sent[req_id] = self._touch(req_id)
-        step.finishes.append(self._finish(prefill, self._manager.get_block_ids(req_id)))
+        step.finishes.append(finish)
 
     def _finish(self, prefill: Prefill, blocks: BlockIds) -> Finish:
         """What decode gets last of a request."""
-        request, prefill.is_ended = prefill.request, True
+        request = prefill.request
         first_token = request.output_token_ids[0] if prefill.first_token else None
         whole = self._prompts.digest(request, prefill.num_tokens)
         prompt = self._prompts.digest(request, prefill.num_tokens - 1) if prefill.first_token else whole
         payload = Payload(
             engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token, prompt=prompt, whole_prompt=whole
         )
-        prefill.prompt = prompt
-        return Finish(request.request_id, prefill.request_id, prefill.attempt, blocks, payload.encode())
+        finish = Finish(request.request_id, prefill.request_id, prefill.attempt, blocks, payload.encode())
+        prefill.prompt, prefill.is_ended = prompt, True
+        return finish
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Hand over a prefilled request and keep its blocks until decode has them; stop one that the server has aborted."""
         req_id = request.request_id
         self._queue.remove(req_id)
-        hand_off = self._unresolved(request) or self._of_others.pop(req_id, None)
-        if hand_off is not None and _transfer(hand_off) not in self._loaded:
-            self._step.declines.append(hand_off)
+        prefill = self._prefills.pop(req_id, None)
         if req_id in self._loading:
             self._step.aborts.append(req_id)
-        prefill = self._prefills.pop(req_id, None)
+        with logged(f"request {req_id}: its hand-off is not declined, so prefill keeps it for as long as it may"):
+            self._decline_unresolved(request)
         if prefill is None:
             return False, self._answer(request, blocks)
+        params = None
+        with logged(f"request {req_id}: it is not handed over"):
+            params = self._hand_over(prefill, blocks)
+        if params is None:
+            self._step.aborts.append(req_id)
+        if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring
+            self._step.held.append(req_id)
+        return prefill.is_ended, params
+
+    def _decline_unresolved(self, request: Request) -> None:
+        """Decline the hand-off of a request that has ended, if none has loaded it."""
+        hand_off = self._unresolved(request) or self._of_others.pop(request.request_id, None)
+        if hand_off is not None and _transfer(hand_off) not in self._loaded:
+            self._step.declines.append(hand_off)
+
+    def _hand_over(self, prefill: Prefill, blocks: BlockIds) -> dict[str, Any] | None:
+        """Let decode have a request that has ended. Returns `kv_transfer_params` for its answer; `None` if decode gets nothing."""
+        request = prefill.request
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))
         if computed and not is_whole:
-            logger.warning("request %s: it is not handed over: it was preempted, or its adapter is still being read", req_id)
+            logger.warning(
+                "request %s: it is not handed over: it was preempted, or its adapter is still being read", request.request_id
+            )
         if not computed or not is_whole or prefill.is_given_up or self._leader is None:
-            self._step.aborts.append(req_id)
-            if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring
-                self._step.held.append(req_id)
-            return prefill.is_ended, None
+            return None
         if not prefill.is_ended:
             self._step.finishes.append(self._finish(prefill, blocks))
-        self._step.held.append(req_id)
         hand_off = HandOff(
             **msgspec.structs.asdict(self._place(self._leader)),
             remote_request_id=prefill.request_id.hex(),
@@ -299,7 +332,7 @@ class SchedulerHalf:
             remote_attempt=prefill.attempt,
             remote_prompt=prefill.prompt,
         )
-        return True, hand_off.params()
+        return hand_off.params()
 
     def _answer(self, request: Request, blocks: BlockIds) -> dict[str, Any] | None:
         """What the proxy gets with the answer of a request that is not handed over to decode."""

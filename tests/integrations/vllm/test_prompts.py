@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from disagg.integrations.vllm.metadata import HandOff
 from disagg.integrations.vllm.prompts import Prompts
 from harness.vllm.engine import PREFILL, Answer, Engine
 from harness.vllm.models import write_adapter
@@ -154,6 +156,31 @@ def test_digest_differs_whenever_vllms_own_hashes_differ() -> None:
         for length in (16, 32, 48, 64):
             is_same = one.block_hashes[length // 16 - 1] == other.block_hashes[length // 16 - 1]
             assert (prompt_digests.digest(one, length) == prompt_digests.digest(other, length)) is is_same
+
+
+def test_embeddings_have_nothing_in_common_with_a_kept_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of embeddings is kept. A client that names all the digests of its own makes no server compute them."""
+    num_tokens, prompts_ = 64 * 32, Prompts()
+    embeddings = torch.randn(num_tokens, 8)
+    request = Request("r", None, SamplingParams(max_tokens=1), pooling_params=None, prompt_embeds=embeddings)
+    kept = HandOff(
+        remote_engine_id="there",
+        remote_address="tcp://127.0.0.1:2",
+        remote_request_id=32 * "0",
+        remote_num_tokens=num_tokens - 1,
+        remote_beginnings="".join(digest for _, digest in prompts_.beginnings(request, num_tokens - 1)),
+        remote_keep_s=60.0,
+    )
+    digested: list[int] = []
+    blake2b = hashlib.blake2b
+
+    def counting(data: bytes = b"", **options: Any) -> Any:
+        digested.append(len(data))
+        return blake2b(data, **options)
+
+    monkeypatch.setattr(hashlib, "blake2b", counting)
+    common = prompts_.num_common(request, kept, num_tokens - 1)
+    assert (common, sum(digested)) == (0, 0), f"the prompt has {embeddings.nbytes} bytes"
 
 
 def test_a_prompt_of_tokens_and_embeddings_is_not_cut(start: Start) -> None:

@@ -22,7 +22,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from disagg import new_request_id
+from disagg.integrations.vllm.kept import Keeper
 from disagg.integrations.vllm.metadata import RankAddress, StepMetadata
+from disagg.integrations.vllm.prompts import Prompts
+from disagg.integrations.vllm.queue import Queue
+from disagg.integrations.vllm.scheduler import SchedulerHalf
 
 BLOCK = 32
 NUMBERS = itertools.count()
@@ -226,4 +230,74 @@ def test_loads_wait_for_room(server: Start) -> None:
             break
     assert begun == [request.request_id for request in waiting]
     assert all(request.num_output_tokens == 8 for request in waiting)
+    decode.check_empty()
+
+
+class Fault(Exception):
+    """What must not end a step."""
+
+
+def fail(*_: object, **__: object) -> None:
+    raise Fault
+
+
+def test_a_step_has_what_the_hooks_have_noted_whatever_fails_in_it(
+    server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Making room, renewing, or one request of two that are computed. Decode is told that it does not get that one."""
+    both = server()
+    loading = both.add(80, handed_over())
+    broken, whole = (both.add(40, PREFILL, text=number) for number in (1, 2))
+    digest = Prompts.digest
+
+    def fail_of_one(self: Prompts, request: Request, num_tokens: int) -> str:
+        return fail() if request is broken else digest(self, request, num_tokens)  # type: ignore[return-value]
+
+    monkeypatch.setattr(Keeper, "make_room", lambda *_, num_requests=None: num_requests and fail())
+    monkeypatch.setattr(Queue, "take_due", fail)
+    monkeypatch.setattr(Prompts, "digest", fail_of_one)
+    told, computed, outputs = both.step()
+    assert told.openings
+    assert computed.keys() == {broken.request_id, whole.request_id}
+    assert [load.req_id for load in told.loads] == [loading.request_id]
+    assert [finish.req_id for finish in told.finishes] == [whole.request_id]
+    assert [output.kv_transfer_params is not None for output in outputs] == [False, True]
+    for cost in (
+        "no kept request makes room",
+        "are not renewed in this step",
+        f"request {broken.request_id}: it is not handed",
+    ):
+        assert cost in caplog.text
+    told, *_ = both.step()
+    assert told.aborts == [broken.request_id]
+    assert len(told.given_up) == 1
+    assert told.held == [whole.request_id]
+    both.step(finished_recving={loading.request_id}, finished_sending={whole.request_id})
+    both.step()
+    both.step()
+    both.check_empty()
+
+
+def test_blocks_are_held_whatever_fails_when_a_request_ends(server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode may already have all that it gets of a request, and copies may read its blocks."""
+    prefill = server()
+    request = prefill.add(80, PREFILL)
+    monkeypatch.setattr(SchedulerHalf, "_unresolved", fail)
+    prefill.step()
+    told, *_ = prefill.step()
+    assert told.held == [request.request_id]
+    assert prefill.num_free == prefill.num_blocks - 3
+    prefill.step(finished_sending={request.request_id})
+    prefill.check_empty()
+
+
+def test_an_aborted_load_is_ended_whatever_fails_then(server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = server()
+    request = decode.add(80, handed_over())
+    decode.step()
+    monkeypatch.setattr(SchedulerHalf, "_unresolved", fail)
+    decode.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    told, *_ = decode.step()
+    assert told.aborts == [request.request_id]
+    decode.step(finished_recving={request.request_id})
     decode.check_empty()
