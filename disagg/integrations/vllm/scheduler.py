@@ -109,6 +109,8 @@ class SchedulerHalf:
         self._prefills: dict[str, Prefill] = {}
         self._loading: dict[str, str] = {}
         """The transfer of each request that the workers load."""
+        self._unplaced: Request | None = None
+        """The last request that vLLM asked about in this step, until it has blocks."""
         self._loaded: OrderedDict[tuple[str, int], None] = OrderedDict()
         """Transfers, with their attempt, that have been loaded or are: the last `NUM_LOADED`."""
         self._of_others: dict[str, HandOff] = {}
@@ -218,7 +220,10 @@ class SchedulerHalf:
     @guarded(StepMetadata)
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do in this step."""
-        self.keeper.make_room(1, self._step, num_requests=len(output.num_scheduled_tokens))
+        self.keeper.make_room(1, self._step, num_requests=max(1, len(output.num_scheduled_tokens)))
+        if self._unplaced is not None:
+            self.keeper.make_room(self._unplaced.num_tokens, self._step)
+            self._unplaced = None
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
         step.wanted = self._queue.take_due()
@@ -327,12 +332,12 @@ class SchedulerHalf:
         another request (one more answer to the same prompt) loads them, and vLLM will have them cached, or since the request's
         adapter is still being read.
         """
-        self.keeper.make_room(request.num_tokens - num_computed, self._step)
         if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False
         hand_off = self._unresolved(request)
         if hand_off is not None and hand_off.remote_request_id in self._loading.values():
             return None, False
+        self._unplaced = request
         if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
             _use(request)
             return 0, False
@@ -342,6 +347,7 @@ class SchedulerHalf:
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Load into the blocks of a request; decline it if there is nothing to load."""
+        self._unplaced = None
         hand_off = self._unresolved(request)
         if hand_off is None:
             return
