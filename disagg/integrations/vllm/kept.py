@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from disagg.integrations.handoff import MAX_BEGINNINGS, Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import Group, Kind, kind_of
-from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, HandOff, Place, StepMetadata
+from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, HandOff, Opening, Place, StepMetadata
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.manager import new_request_id
 
@@ -204,6 +204,7 @@ class Keeper:
         if any(group.is_incremental for group in self._groups):
             chosen = tuple(group.covering(ids, 0, num_tokens) for group, ids in zip(self._groups, blocks, strict=True))
             step.chunks.append(Chunk(req_id, hand_off.request_id, 0, chosen, 0, num_tokens))
+        step.openings.append(Opening(req_id, hand_off.request_id, 0))  # the same step may give it up
         step.finishes.append(Finish(req_id, hand_off.request_id, 0, blocks, payload.encode()))
         step.kept.append(req_id)
 

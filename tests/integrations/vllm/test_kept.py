@@ -220,6 +220,22 @@ def test_room_for_others(start: Start) -> None:
     wait_empty(prefill, decode, whole)
 
 
+def test_given_up_at_once(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    """A request is kept in the step that needs its blocks for another one. Who asks for it is refused, with no warning here."""
+    options = {"block_size": 64, "max_model_len": 768}
+    prefill, decode = start(**options), start(**options, blocks=16, extra={"kept_share": 0.5}).wait_ready()
+    text, other, tail = prompts((440, 600, 20), seed=17)
+    before, _ = decode.wait([decode.add(text, params=KEEP, max_tokens=4), decode.add(other, max_tokens=4)])
+    whole = [*text, *before.tokens, *tail]
+    (found,) = prefill.wait_ready().wait([prefill.add(whole, params={"kept": kept(before)})], timeout_s=20)
+    check_equal(prefill.generate([whole]), [found])
+    assert prefill.counts["failed_loads"] == 1
+    wait_empty(prefill, decode)
+    printed = "".join(capfd.readouterr())
+    assert "prefill does not hand the request over" in printed
+    assert "could not be sent" not in printed
+
+
 def wait_free(engine: Engine) -> None:
     """Wait until nothing is kept. An engine without requests does not look."""
     until = time.monotonic() + 60
