@@ -27,6 +27,8 @@ from harness.vllm.engine import Answer as EngineAnswer
 
 TIMEOUT_S = 120.0
 KEPT_SHARE = 0.5
+REFUSED_HOLD_S = 5.0
+"""The `hold_s` of servers that refuse each other: decode cannot tell prefill that it computes a request itself."""
 WAYS = {
     Way.HANDED_OVER: 46,
     Way.BOTH_AT_ONCE: 10,
@@ -172,7 +174,7 @@ class VllmServers:
         common = {**COMMON, **OPTIONS.get(case.model, {}), **case.common}
         undivided = {name: value for name, value in case.decode.items() if name != "tensor_parallel_size"}
         blocks, options = (*case.num_blocks, 512), (case.prefill, case.decode, undivided)
-        extra = {"kept_share": KEPT_SHARE}
+        extra = {"kept_share": KEPT_SHARE, **({"hold_s": REFUSED_HOLD_S} if case.is_refused else {})}
         self._engines = [
             Engine(str(model), blocks=count, extra=extra, **{**common, **each})
             for count, each in zip(blocks, options, strict=True)

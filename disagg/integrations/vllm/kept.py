@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from disagg.integrations.handoff import MAX_BEGINNINGS, Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import Group, Kind, kind_of
-from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, HandOff, Place, StepMetadata
+from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, HandOff, Opening, Place, StepMetadata
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.manager import new_request_id
 
@@ -119,6 +119,7 @@ class Keeper:
         self._groups, self._prompts, self._options, self._manager = groups, prompts, options, manager
         self._is_exact = not all(group.is_incremental for group in groups)
         self._has_states = any(group.kind is Kind.STATE for group in groups)
+        self._num_drafted = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         self._reason = _reason_against(config, groups, has_states=self._has_states)
         max_blocks = int(options.kept_share * manager.block_pool.num_gpu_blocks)
         self._requests = KeptRequests(max_blocks=max_blocks, num_ranks=config.parallel_config.world_size)
@@ -157,8 +158,14 @@ class Keeper:
         return None if hand_off is None else {"kept": hand_off.params()}
 
     def make_room(self, num_tokens: int, step: StepMetadata, *, num_requests: int = 1) -> None:
-        """Give up requests if blocks for `num_requests` others, with `num_tokens` more tokens each, are not free otherwise."""
-        num_blocks = num_requests * sum(-(-num_tokens // group.block_size) + group.num_scratch for group in self._groups)
+        """Give up requests if blocks for `num_requests` others, with `num_tokens` more tokens each, are not free otherwise.
+
+        Blocks that vLLM's prefix cache has of them count: they are free until it takes them.
+        """
+        num_blocks = num_requests * sum(
+            -(-num_tokens // group.block_size) + -(-self._num_drafted // group.block_size) + group.num_scratch
+            for group in self._groups
+        )
         num_free = self._manager.block_pool.get_num_free_blocks()
         step.given_up += [each.request_id for each in self._requests.make_free(num_blocks, num_free=num_free)]
 
@@ -197,6 +204,7 @@ class Keeper:
         if any(group.is_incremental for group in self._groups):
             chosen = tuple(group.covering(ids, 0, num_tokens) for group, ids in zip(self._groups, blocks, strict=True))
             step.chunks.append(Chunk(req_id, hand_off.request_id, 0, chosen, 0, num_tokens))
+        step.openings.append(Opening(req_id, hand_off.request_id, 0))  # the same step may give it up
         step.finishes.append(Finish(req_id, hand_off.request_id, 0, blocks, payload.encode()))
         step.kept.append(req_id)
 

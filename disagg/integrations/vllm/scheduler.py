@@ -118,6 +118,8 @@ class SchedulerHalf:
         self._prefills: dict[str, Prefill] = {}
         self._loading: dict[str, str] = {}
         """The transfer of each request that the workers load."""
+        self._unplaced: Request | None = None
+        """The last request that vLLM asked about in this step, until it has blocks."""
         self._loaded: OrderedDict[tuple[str, int], None] = OrderedDict()
         """Transfers, with their attempt, that have been loaded or are: the last `NUM_LOADED`."""
         self._of_others: dict[str, HandOff] = {}
@@ -229,7 +231,10 @@ class SchedulerHalf:
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
         with logged("no kept request makes room for this step's requests"):
-            self.keeper.make_room(1, step, num_requests=len(output.num_scheduled_tokens))
+            self.keeper.make_room(1, step, num_requests=max(1, len(output.num_scheduled_tokens)))
+            if self._unplaced is not None:
+                self.keeper.make_room(self._unplaced.num_tokens, step)
+        self._unplaced = None
         with logged("requests that wait in the queue are not renewed in this step"):
             step.wanted = self._queue.take_due()
         for req_id, num_computed in _computed(output):
@@ -360,12 +365,12 @@ class SchedulerHalf:
         another request (one more answer to the same prompt) loads them, and vLLM will have them cached, or since the request's
         adapter is still being read.
         """
-        self.keeper.make_room(request.num_tokens - num_computed, self._step)
         if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False
         hand_off = self._unresolved(request)
         if hand_off is not None and hand_off.remote_request_id in self._loading.values():
             return None, False
+        self._unplaced = request
         if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
             _use(request)
             return 0, False
@@ -375,6 +380,7 @@ class SchedulerHalf:
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Load into the blocks of a request; decline it if there is nothing to load."""
+        self._unplaced = None
         hand_off = self._unresolved(request)
         if hand_off is None:
             return

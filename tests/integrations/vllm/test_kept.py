@@ -198,6 +198,44 @@ def test_takers_expiry_and_bounds(start: Start) -> None:
     wait_free(first)
 
 
+def test_room_for_others(start: Start) -> None:
+    """What is kept gives way at once to a request of which vLLM's cache has blocks that it must still take, and to one that
+    needs a block more after its load.
+    """
+    options = {"enable_prefix_caching": True, "max_model_len": 768, "blocks": 16, "extra": {"kept_share": 0.5, "keep_s": 600.0}}
+    prefill = start(block_size=64)
+    decode = start(block_size=64, scheduler_reserve_full_isl=False, **options)
+    whole = start(block_size=64, **options)
+    text, cached, tail, exact = prompts((440, 200, 330, 513), seed=16)
+    whole.wait_ready().generate([text], params=KEEP, max_tokens=4)
+    whole.generate([cached], max_tokens=2)
+    assert whole.num_free_blocks() == 8  # three of them are cached, and 9 are needed
+    (answer,) = whole.wait([whole.add([*cached, *tail], max_tokens=4)], timeout_s=60)
+    assert answer.num_local == 192
+    decode.wait_ready().generate([text], params=KEEP, max_tokens=4)
+    assert decode.num_free_blocks() == 8  # as many as the load needs
+    (first,) = prefill.wait_ready().generate([exact], params=PREFILL)
+    (answer,) = decode.wait([decode.add(exact, params=first.params, max_tokens=4)], timeout_s=60)
+    assert answer.num_external == 512
+    wait_empty(prefill, decode, whole)
+
+
+def test_given_up_at_once(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    """A request is kept in the step that needs its blocks for another one. Who asks for it is refused, with no warning here."""
+    options = {"block_size": 64, "max_model_len": 768}
+    prefill, decode = start(**options), start(**options, blocks=16, extra={"kept_share": 0.5}).wait_ready()
+    text, other, tail = prompts((440, 600, 20), seed=17)
+    before, _ = decode.wait([decode.add(text, params=KEEP, max_tokens=4), decode.add(other, max_tokens=4)])
+    whole = [*text, *before.tokens, *tail]
+    (found,) = prefill.wait_ready().wait([prefill.add(whole, params={"kept": kept(before)})], timeout_s=20)
+    check_equal(prefill.generate([whole]), [found])
+    assert prefill.counts["failed_loads"] == 1
+    wait_empty(prefill, decode)
+    printed = "".join(capfd.readouterr())
+    assert "prefill does not hand the request over" in printed
+    assert "could not be sent" not in printed
+
+
 def wait_free(engine: Engine) -> None:
     """Wait until nothing is kept. An engine without requests does not look."""
     until = time.monotonic() + 60
