@@ -154,10 +154,24 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
 
 def check_windows(queue: Any) -> None:
     """Raise `ConfigError` where SGLang's radix cache would have tokens of a window that nobody fills: with pages of one token
-    it allocates windows for whole prompts, and does not note which of them have arrived.
+    it allocates windows for whole prompts, and does not note which of them have arrived. Decode allocates a window from the
+    page before it on, and fills it from its first token on: only decode knows that, not who reads its pages from a storage.
     """
-    if queue.scheduler.tp_worker.is_hybrid_swa and not queue._uses_swa_tail_prealloc():
-        raise ConfigError(
-            "transfer backend disagg: expected --page-size above 1, or no --disaggregation-decode-enable-radix-cache, for a "
-            f"model with a pool for sliding windows, found --page-size {queue.token_to_kv_pool_allocator.page_size}"
-        )
+    scheduler = queue.scheduler
+    if not scheduler.tp_worker.is_hybrid_swa:
+        return
+    what = "with --disaggregation-decode-enable-radix-cache and a model that has a pool for sliding windows"
+    if not queue._uses_swa_tail_prealloc():
+        found = queue.token_to_kv_pool_allocator.page_size
+        raise ConfigError(f"transfer backend disagg: expected --page-size above 1 {what}, found --page-size {found}")
+    options = scheduler.server_args
+    stored = {
+        "--hicache-storage-backend": options.hicache_storage_backend is not None,
+        "--enable-unified-cache-external-linker": options.enable_unified_cache_external_linker,
+        "--enable-lmcache": options.enable_lmcache,
+    }
+    for option, given in stored.items():
+        if given:
+            raise ConfigError(
+                f"transfer backend disagg: expected no {option} {what}: other servers would read pages that are filled in part"
+            )

@@ -18,7 +18,7 @@ from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, Pee
 from disagg.core.leases import Lease
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
-from disagg.integrations.sglang.bootstrap import BootstrapServers, Prefill, Served, control_address, name_of, named
+from disagg.integrations.sglang.bootstrap import NO_RANK, BootstrapServers, Prefill, Served, control_address, name_of, named
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
@@ -79,6 +79,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._served: dict[str, Served] = {}
         self._misses: dict[str, int] = {}
         self._collect_at = self._watch_at = 0.0
+        BootstrapServers.current = self.bootstrap
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.enable_deferred_decode_kv_release = True
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -202,7 +203,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if named(bootstrap_addr) is not None:
             self._add_prefill_info(bootstrap_addr, PrefillServerInfo(**_ONE_RANK))
             return True
-        self.bootstrap.ask(bootstrap_addr)
+        self.bootstrap.ask(bootstrap_addr, is_known=bootstrap_addr in self._served)
         self._hear()
         return bootstrap_addr in self.prefill_info_table
 
@@ -248,6 +249,10 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         other = named(receiver.bootstrap_addr)
         if other is not None:
             return other
+        if receiver.prefill_dp_rank == NO_RANK:
+            raise PeerUnreachable(
+                f"bootstrap server {receiver.bootstrap_addr} gives no data-parallel rank of room {receiver.bootstrap_room}"
+            )
         served = self._served.get(receiver.bootstrap_addr)
         found = None if served is None else served.prefills.get(receiver.prefill_dp_rank)
         if found is None:
@@ -291,7 +296,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._watch_at = now + WATCH_EVERY_S
         for server, served in self._served.items():
             if self._is_doubtful(served):
-                self.bootstrap.ask(server)
+                self.bootstrap.ask(server, is_known=True)
             else:
                 self._misses.pop(server, None)
 

@@ -49,6 +49,11 @@ def register() -> None:
         HookRegistry.register(f"{queues}.{queue}._check_if_req_exceed_kv_capacity", _refuse, HookType.AROUND)
         HookRegistry.register(f"{queues}.{queue}.__init__", _without_digests, HookType.AFTER)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
+    sending = f"{queues}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk"
+    HookRegistry.register(sending, _send_cached, HookType.AROUND)
+    HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.prefetch_prefill_dp_rank_queries", _prefetch, HookType.AROUND)
+    query = f"{queues}.common.conn.CommonKVReceiver.query_prefill_dp_ranks"
+    HookRegistry.register(query, _room_ranks, HookType.AROUND)
     control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
@@ -161,3 +166,35 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
     if is_accepted and isinstance(request.disagg_kv_sender, DisaggKVSender):
         request.disagg_kv_sender.prompt = queue.kv_manager.host.prompt(request)
     return is_accepted
+
+
+def _send_cached(
+    original: Callable[..., None], scheduler: Any, request: Any, last_chunk: bool = False, end_idx: int | None = None
+) -> None:
+    """SGLang's sending of a chunk, which it has cached before. What the radix cache does not own waits for the next chunk: it
+    frees pages as duplicates if another request has cached the same tokens first, and decode may still read what was sent.
+
+    Of a draft model's keys the last page of a chunk is not owned, of recurrent state all since the last state that was kept.
+    The last chunk is safe: SGLang caches nothing of the request until it has ended.
+    """
+    is_ours = scheduler.disagg_prefill_bootstrap_queue.transfer_backend.value == NAME
+    if is_ours and not (last_chunk or scheduler.tree_cache.disable or request.skip_radix_cache_insert):
+        computed = min(request.extend_end, len(request.origin_input_ids)) if end_idx is None else end_idx
+        end_idx = min(computed, request.kv.cache_protected_len)
+    original(scheduler, request, last_chunk=last_chunk, end_idx=end_idx)
+
+
+def _prefetch(original: Callable[[Any], None], queue: Any) -> None:
+    """SGLang asks for the ranks of rooms ahead of time, in threads. `_room_ranks` does not wait in any case."""
+    if queue.transfer_backend.value != NAME:
+        original(queue)
+
+
+def _room_ranks(original: Callable[..., dict[str, int]], server: str, rooms: list[int]) -> dict[str, int]:
+    """SGLang asks a bootstrap server for the data-parallel ranks of rooms, again in each step until it has them. Decode would
+    wait for each answer, and end over one that holds no numbers.
+    """
+    from disagg.integrations.sglang.bootstrap import BootstrapServers
+
+    servers = BootstrapServers.current
+    return original(server, rooms) if servers is None else servers.room_ranks(server, rooms)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import PeerUnreachable
-from disagg.integrations.sglang.bootstrap import MAX_NBYTES, BootstrapServers, Prefill, Served, named
+from disagg.integrations.sglang import bootstrap, plugin
+from disagg.integrations.sglang.bootstrap import MAX_NBYTES, NUM_THREADS, BootstrapServers, Prefill, Served, named
 
 INSTANCE = {
     "attn_tp_size": 1,
@@ -34,7 +38,13 @@ def server(rows: dict[str, object], *, may_answer: threading.Event | None = None
         def do_GET(self) -> None:
             if may_answer is not None:
                 may_answer.wait(60)
-            row = rows[parse_qs(urlsplit(self.path).query)["prefill_dp_rank"][0]]
+            self.answer(rows[parse_qs(urlsplit(self.path).query)["prefill_dp_rank"][0]])
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(rows["rooms"])
+
+        def answer(self, row: object) -> None:
             body = row if isinstance(row, bytes) else json.dumps(row).encode()
             self.send_response(200)
             self.end_headers()
@@ -104,6 +114,8 @@ def test_an_answer_that_is_forgotten() -> None:
         {"-1": []},
         {"-1": {"dp_size": 1}},
         {"-1": b"[" * MAX_NBYTES * 2},
+        {"-1": INSTANCE | {"dp_size": 0}},
+        {"-1": INSTANCE | {"dp_size": 1025}, **{str(rank): {"rank_ip": "a", "rank_port": 5} for rank in range(1025)}},
         {"-1": INSTANCE, "0": {}},
         {"-1": INSTANCE, "0": row("a/b", 5)},
         {"-1": INSTANCE, "0": row("a", 1 << 16)},
@@ -124,3 +136,106 @@ def test_a_server_that_cannot_be_asked(where: str) -> None:
 def test_another_server_is_named_with_its_address() -> None:
     assert named("127.0.0.1:8998") is None
     assert named("x-0@::1:7000") == named("x-0@[::1]:7000") == Prefill("x-0", "tcp://[::1]:7000", 0)
+
+
+@contextmanager
+def dripping(num: int) -> Iterator[list[str]]:
+    """Servers that answer with one byte at a time."""
+    has_ended = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        with suppress(OSError), closing(listener.accept()[0]) as connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            while not has_ended.wait(0.05):
+                connection.sendall(b"x")
+
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
+        for listener in listeners:
+            threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        try:
+            yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        finally:
+            has_ended.set()
+
+
+def test_a_lookup_ends_in_time_however_slowly_its_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.5)
+    begun_s = time.monotonic()
+    with dripping(1) as (where,), pytest.raises(PeerUnreachable, match=f"{where} does not name.*timed out"):
+        answer(BootstrapServers(), where)
+    assert time.monotonic() - begun_s < 5
+
+
+def test_slow_servers_do_not_hold_up_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 5.0)
+    rows: dict[str, object] = {"-1": INSTANCE | {"dp_size": 1}, "0": row("a", 5), "rooms": {"7": 0}}
+    with dripping(NUM_THREADS) as slow, server(rows) as good:
+        servers = BootstrapServers()
+        for where in slow:
+            servers.ask(where)
+        begun_s = time.monotonic()
+        servers.ask(good, is_known=True)
+        while good not in dict(servers.answers()):
+            assert time.monotonic() - begun_s < 4
+            time.sleep(0.01)
+        assert ranks(servers, good, [7]) == {"7": 0}
+        assert time.monotonic() - begun_s < 4
+
+
+def test_only_so_many_unknown_servers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(bootstrap, "MAX_ASKED", 2)
+    with dripping(3) as (*slow, other), server({"-1": INSTANCE | {"dp_size": 1}, "0": row("a", 5)}) as known:
+        servers = BootstrapServers()
+        for where in (*slow, other):
+            servers.ask(where)
+        servers.ask(known, is_known=True)
+        assert set(servers._asked) == {*slow, known}
+        while not all(found.done() for found in servers._asked.values()):
+            time.sleep(0.01)
+        servers.ask(other)  # answers that nobody has come for make room
+        assert set(servers._asked) == {other}
+
+
+def ranks(servers: BootstrapServers, where: str, rooms: list[int]) -> dict[str, int]:
+    """The ranks of rooms, as SGLang's scheduler asks for them."""
+    plugin.register()
+    HookRegistry.apply_hooks()
+    BootstrapServers.current = servers
+    until = time.monotonic() + 60
+    try:
+        while not (found := CommonKVReceiver.query_prefill_dp_ranks(where, rooms)):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        BootstrapServers.current = None
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"7": 3}, {"7": 3}),  # of room 8 prefill has not heard yet
+        ({"7": 3, "8": 1, "9": 0}, {"7": 3, "8": 1}),
+        ([], {"7": -1, "8": -1}),
+        (b"no JSON", {"7": -1, "8": -1}),
+        ({"7": "x"}, {"7": -1, "8": -1}),
+        ({"7": 1.5}, {"7": -1, "8": -1}),
+        ({"7": None}, {"7": -1, "8": -1}),
+        ({"7": {}}, {"7": -1, "8": -1}),
+        ({"7": 1 << 70}, {"7": -1, "8": -1}),
+    ],
+)
+def test_ranks_of_rooms(told: object, expected: dict[str, int]) -> None:
+    with server({"rooms": told}) as where:
+        assert ranks(BootstrapServers(), where, [7, 8]) == expected
+
+
+def test_a_slow_answer_for_rooms_holds_up_no_step() -> None:
+    servers = BootstrapServers()
+    with dripping(1) as (where,):
+        begun_s = time.monotonic()
+        for _ in range(100):
+            assert servers.room_ranks(where, [7]) == {}
+        assert time.monotonic() - begun_s < 1
