@@ -13,6 +13,7 @@ from disagg.core.topology import Topology
 from disagg.integrations.adapters import Adapters
 from disagg.integrations.identity import has_windows
 from disagg.integrations.options import ServerConfig
+from disagg.integrations.sglang import payload
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.identity import identify, read_source, windows
 from disagg.integrations.sglang.pools import Drafts, Pools, read_facts
@@ -25,7 +26,8 @@ class Host:
     """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
     `from_leader` returns what rank 0 of the instance gives. `request` returns the request of a receiver, and `prompt` what
     shapes a request's state. `write_first_token(index, token, room)` gives decode's scheduler the first token of a request,
-    without a log-probability. `unread` are addresses of metadata buffers that the scheduler does not read.
+    without a log-probability. `check_metadata(index, room)` checks the rows that prefill has given. `unread` are addresses of
+    metadata buffers that the scheduler does not read.
     """
 
     model: ModelId
@@ -35,6 +37,7 @@ class Host:
     request: Callable[[Any], Any]
     prompt: Callable[[Any], Prompt]
     write_first_token: Callable[[int, int, int], None]
+    check_metadata: Callable[[int, int], None]
     unread: frozenset[int] = frozenset()
 
 
@@ -90,18 +93,10 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         return parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own]
 
     def write_first_token(index: int, token: int, room: int) -> None:
-        rows = queue.metadata_buffers
-        rows.cached_tokens[index] = 0
-        for name in ("output_token_logprobs", "output_top_logprobs"):
-            getattr(rows, f"{name}_val")[index] = math.nan  # not known here; answered as null
-            getattr(rows, f"{name}_idx")[index] = token
-        for draft in (rows.output_topk_p, rows.output_topk_index, rows.output_hidden_states):
-            draft[index] = 0
-        seeds = getattr(rows, "output_dsa_topk_indices", None)  # SGLang 0.5.16 has none
-        if seeds is not None:
-            seeds[index] = -1  # SGLang's value for no seed
-        rows.output_ids[index, 0] = token
-        rows.bootstrap_room[index, 0] = room
+        payload.write_first_token(queue.metadata_buffers, index, token, room=room, vocabulary=config.vocab_size)
+
+    def check_metadata(index: int, room: int) -> None:
+        payload.check_metadata(queue.metadata_buffers, index, room=room, vocabulary=config.vocab_size)
 
     return Host(
         model=identify(source, runner, name=name, hooks=options.forward_hooks, from_stages=gather),
@@ -111,6 +106,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         request=lambda receiver: next(each.req for each in queue.queue if each.kv_receiver is receiver),
         prompt=prompt,
         write_first_token=write_first_token,
+        check_metadata=check_metadata,
         unread=frozenset(() if reads_hidden_states else (queue.metadata_buffers.output_hidden_states.data_ptr(),)),
     )
 

@@ -167,7 +167,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         """Whether the scheduler still asks for this sender or receiver."""
         return self.rooms.owns(owner.bootstrap_room, owner)
 
-    def fail(self, room: int, error: DisaggError | str) -> None:
+    def fail(self, room: int, error: Exception | str) -> None:
         self.record_failure(room, str(error))
         self.update_status(room, KVPoll.Failed)
 

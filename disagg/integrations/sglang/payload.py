@@ -7,8 +7,10 @@ request's room, which is how decode's scheduler sees that they are written.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from disagg.core.errors import RemoteProtocolError
 
@@ -46,3 +48,45 @@ class MetadataBuffers:
                 )
         for pointer, nbytes, row in zip(self.pointers, self.row_nbytes, rows, strict=True):
             ctypes.memmove(pointer + index * nbytes, row.ljust(nbytes, b"\0"), nbytes)
+
+
+def write_first_token(rows: Any, index: int, token: int, *, room: int, vocabulary: int) -> None:
+    """Give decode's scheduler the first token of a request, in SGLang's own `MetadataBuffers`. Raises `RemoteProtocolError`
+    for one that the model does not have: its scheduler would end over it.
+    """
+    if not 0 <= token < vocabulary:
+        raise RemoteProtocolError(f"payload: first_token: expected 0 to {vocabulary - 1}, found {token}")
+    rows.cached_tokens[index] = 0
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        getattr(rows, f"{name}_val")[index] = math.nan  # not known here; answered as null
+        getattr(rows, f"{name}_idx")[index] = token
+    for draft in (rows.output_topk_p, rows.output_topk_index, rows.output_hidden_states):
+        draft[index] = 0
+    seeds = getattr(rows, "output_dsa_topk_indices", None)  # SGLang 0.5.16 has none
+    if seeds is not None:
+        seeds[index] = -1  # SGLang's value for no seed
+    rows.output_ids[index, 0] = token
+    rows.bootstrap_room[index, 0] = room
+
+
+def check_metadata(rows: Any, index: int, *, room: int, vocabulary: int) -> None:
+    """Raise `RemoteProtocolError` if what another SGLang has given, in SGLang's own `MetadataBuffers`, is not of this room, or
+    has token ids or numbers of them over which decode's scheduler would end.
+    """
+    given = int(rows.bootstrap_room[index, 0])
+    if given != room:
+        raise RemoteProtocolError(f"payload: bootstrap_room: expected {room}, found {given}")
+    limits = {
+        "output_ids": vocabulary,
+        "output_token_logprobs_idx": vocabulary,
+        "output_top_logprobs_idx": vocabulary,
+        "output_topk_index": vocabulary,
+    }
+    masks = getattr(rows, "output_token_sampling_mask_idx", None)
+    if masks is not None:
+        limits |= {"output_token_sampling_mask_idx": vocabulary, "output_token_sampling_mask_len": masks.shape[1] + 1}
+    for name, limit in limits.items():
+        row = getattr(rows, name)[index]
+        first, last = int(row.min()), int(row.max())
+        if first < 0 or last >= limit:
+            raise RemoteProtocolError(f"payload: {name}: expected 0 to {limit - 1}, found {first} to {last}")

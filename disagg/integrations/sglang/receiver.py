@@ -19,6 +19,9 @@ from disagg.integrations.sglang.rows import full_pages, needs, request_id, state
 from disagg.protocol.types import Event
 from disagg.requests import Receiver
 
+FAILURES = (DisaggError, RuntimeError, ValueError)
+"""What ends a request, not the scheduler: errors of this library, and those of NumPy and PyTorch over what a peer has sent."""
+
 
 class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
     """Reserves the pages of a room at the instance that the bootstrap server names."""
@@ -81,7 +84,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
                 tag=weakref.ref(self),
                 label=f"room {self.bootstrap_room}",
             )
-        except DisaggError as error:
+        except FAILURES as error:
             mgr.fail(self.bootstrap_room, error)
         else:
             self.init_time = time.time()
@@ -92,7 +95,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
             return
         try:
             self._take(Payload.decode(event.payload))
-        except DisaggError as error:
+        except FAILURES as error:
             self.kv_mgr.fail(self.bootstrap_room, error)
         else:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
@@ -105,6 +108,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         payload.check(payload.whole_prompt, self.prompt.digest(num_tokens))
         if payload.engine == ENGINE:
             self.kv_mgr.metadata.write(self.aux_index, payload.native)
+            self.kv_mgr.host.check_metadata(self.aux_index, self.bootstrap_room)
         elif payload.first_token is None:
             raise RemoteProtocolError(f"payload: expected rows of {ENGINE} or a first token, found none from {payload.engine}")
         else:

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from disagg import ModelId, Topology
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.manager import DisaggKVManager
+from disagg.integrations.sglang.payload import check_metadata
 from disagg.integrations.sglang.prompts import Prompt
 from disagg.integrations.sglang.receiver import DisaggKVReceiver
 from disagg.integrations.sglang.sender import DisaggKVSender
@@ -134,6 +135,7 @@ class RankProcess:
             request=lambda receiver: self.started[receiver.bootstrap_room],
             prompt=_prompt,
             write_first_token=self._write_first_token,
+            check_metadata=self._check_metadata,
         )
         return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(), self.memory.model.heads is None)
 
@@ -148,6 +150,11 @@ class RankProcess:
 
     def _write_first_token(self, index: int, token: int, room: int) -> None:
         self.aux[0][index, 0], self.aux[1][index, 0] = token, room
+
+    def _check_metadata(self, index: int, room: int) -> None:
+        ids, rooms = self.aux
+        names = ("output_ids", "output_token_logprobs_idx", "output_top_logprobs_idx", "output_topk_index")
+        check_metadata(SimpleNamespace(bootstrap_room=rooms, **dict.fromkeys(names, ids)), index, room=room, vocabulary=2000)
 
     def step(self, say: Callable[..., None]) -> None:
         """One iteration of the scheduler."""

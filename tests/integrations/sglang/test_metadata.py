@@ -10,7 +10,7 @@ import torch
 from sglang.srt.disaggregation.utils import MetadataBuffers as SGLangBuffers
 
 from disagg import RemoteProtocolError
-from disagg.integrations.sglang.payload import MetadataBuffers
+from disagg.integrations.sglang.payload import MetadataBuffers, check_metadata, write_first_token
 
 SEED = 8
 """The width of the sparse top-k that GLM-5 hands to its MTP layer."""
@@ -68,3 +68,45 @@ def test_decode_with_a_draft_gets_no_seed_from_prefill_without_one() -> None:
     rows(destination).write(2, rows(source).read(1))
     assert not destination.output_hidden_states[2].any()
     assert destination.output_dsa_topk_indices[2].tolist() == [-1] * SEED
+
+
+def test_rows_of_sglang_itself_are_accepted() -> None:
+    check_metadata(prefilled(seed=[1] * SEED), 1, room=9, vocabulary=8)
+
+
+@pytest.mark.parametrize("name", ["output_ids", "output_token_logprobs_idx", "output_top_logprobs_idx", "output_topk_index"])
+@pytest.mark.parametrize("value", [-1, 8, 2**31 - 1])
+def test_ids_outside_the_vocabulary_are_refused(name: str, value: int) -> None:
+    rows = prefilled(seed=None)
+    getattr(rows, name)[1, 3] = value
+    with pytest.raises(RemoteProtocolError, match=f"payload: {name}: expected 0 to 7, found .*{value}"):
+        check_metadata(rows, 1, room=9, vocabulary=8)
+
+
+@pytest.mark.parametrize("length", [-1, 17])
+def test_a_sampling_mask_that_is_longer_than_its_row_is_refused(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
+    rows = prefilled(seed=None)
+    check_metadata(rows, 1, room=9, vocabulary=8)
+    rows.output_token_sampling_mask_len[1, 0] = length
+    with pytest.raises(RemoteProtocolError, match="output_token_sampling_mask_len: expected 0 to 16"):
+        check_metadata(rows, 1, room=9, vocabulary=8)
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_rows_of_another_room_are_refused(room: int) -> None:
+    rows = prefilled(seed=None)
+    rows.bootstrap_room[1, 0] = room
+    with pytest.raises(RemoteProtocolError, match=f"payload: bootstrap_room: expected 9, found {room}"):
+        check_metadata(rows, 1, room=9, vocabulary=8)
+
+
+def test_the_first_token_of_another_server() -> None:
+    rows = buffers(HIDDEN)
+    for token in (-1, 8, 2**40):
+        with pytest.raises(RemoteProtocolError, match=f"first_token: expected 0 to 7, found {token}"):
+            write_first_token(rows, 2, token, room=9, vocabulary=8)
+        assert not rows.bootstrap_room.any()
+    write_first_token(rows, 2, 7, room=9, vocabulary=8)
+    assert rows.output_ids[2, 0] == 7
+    check_metadata(rows, 2, room=9, vocabulary=8)

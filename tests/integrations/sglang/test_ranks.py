@@ -90,6 +90,26 @@ def test_state_of_another_prompt_is_refused(tmp_path: Path) -> None:
         pair.expect(pair.begin(117))
 
 
+class Damaged(RankProcess):
+    """PyTorch refuses what prefill has sent of one room."""
+
+    def _check_metadata(self, index: int, room: int) -> None:
+        super()._check_metadata(index, room)
+        if room % 1000 == 7:
+            raise RuntimeError("value cannot be converted")
+
+
+@pytest.mark.parametrize(("seed", "reason"), [(5000, "output_ids: expected 0 to 1999, found 5000"), (7, "cannot be converted")])
+def test_what_prefill_says_of_a_request_is_checked(seed: int, reason: str, tmp_path: Path) -> None:
+    """A token that the model does not have would end decode's scheduler. The next request of the pair is served."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology(), kind=Damaged) as pair:
+        (prefill,), (decode,), room = pair.prefill, pair.decode, 2**50 + (7 - 2**50) % 1000
+        prefill.call("prefill", room, pair.request(prefill, 100, 0), seed)
+        decode.call("decode", room, pair.request(decode, 100, 0), 0)
+        assert reason in decode.wait(room=room, status="failed")["reason"]
+        pair.expect(pair.begin(117))
+
+
 @pytest.mark.parametrize("prefix", [0, 64, 256])
 def test_a_shorter_prompt_on_prefill_fails_at_once(prefix: int, tmp_path: Path) -> None:
     """Both sides name the reason, although decode has more tokens in its cache than prefill has at all."""
