@@ -58,6 +58,12 @@ GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
 MAX_CONVERSATIONS = 10_000
+MAX_MESSAGES = 4096
+"""A request with more messages is no turn of a conversation: to name each would hold up all other requests."""
+KEPT_TIMEOUT_S = 5.0
+"""How long decode may take to say what it keeps of a request."""
+TURN_WAIT_S = 1.0
+"""How long the next turn waits for that. Prefill then computes it without."""
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
 DECLINED = "decode does not want the request"
 """In the error of SGLang's prefill: decode has all of it cached, or computes it."""
@@ -214,9 +220,11 @@ class Client:
         if model is not None:
             asked["model"] = model
         try:
-            answer = await self.ask(decode, "/v1/completions", asked, headers)
+            async with asyncio.timeout(KEPT_TIMEOUT_S):
+                answer = await self.ask(decode, "/v1/completions", asked, headers)
         except (ClientError, Failed, Refused, TimeoutError) as error:
-            logger.warning("%s does not say what it keeps: %s", decode.url, error)
+            reason = str(error) or f"no answer within {KEPT_TIMEOUT_S:g} s"
+            logger.warning("%s does not say what it keeps: %s", decode.url, reason)
             return None
         return (answer.get("kv_transfer_params") or {}).get("kept")
 
@@ -272,30 +280,37 @@ class Conversations:
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, tuple[float, asyncio.Task[Body | None]]] = OrderedDict()
 
-    def put(self, body: Body, kept: asyncio.Task[Body | None]) -> None:
-        """Note what decode keeps of a request that it has answered."""
-        *_, key = beginnings(body)
-        self._kept[key] = time.monotonic(), kept
-        self._kept.move_to_end(key)
+    def put(self, names: list[bytes], kept: asyncio.Task[Body | None]) -> None:
+        """Note what decode keeps of a request that it has answered. `names` are its `beginnings`."""
+        self._kept[names[-1]] = time.monotonic(), kept
+        self._kept.move_to_end(names[-1])
         if len(self._kept) > MAX_CONVERSATIONS:
             self._kept.popitem(last=False)
 
-    async def take(self, body: Body) -> Body | None:
-        """The newest hand-over of the conversation that a request goes on with; `None` if there is none, or it has expired."""
-        for key in reversed(list(beginnings(body))):
-            if key in self._kept:
-                since_s, task = self._kept.pop(key)
-                kept = await task
-                return kept if kept and time.monotonic() < since_s + kept["remote_keep_s"] else None
+    async def take(self, names: list[bytes]) -> Body | None:
+        """The newest hand-over of the conversation that a request goes on with; `None` if there is none, it has expired, or
+        decode does not say in time. `names` are the request's `beginnings`.
+        """
+        for name in reversed(names):
+            if name in self._kept:
+                since_s, task = self._kept.pop(name)
+                with suppress(TimeoutError):
+                    kept = await asyncio.wait_for(task, TURN_WAIT_S)
+                    return kept if kept and time.monotonic() < since_s + kept["remote_keep_s"] else None
+                return None
         return None
 
 
-def beginnings(body: Body) -> Iterator[bytes]:
-    """A name for the conversation after each message of a request; none if it has no messages."""
+def beginnings(body: Body) -> list[bytes]:
+    """A name for the conversation after each message of a request; none if it has no messages, or not as a conversation has."""
     messages, name = body.get("messages"), json.dumps(body.get("model")).encode()
-    for message in messages if isinstance(messages, list) else ():
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES or not all(isinstance(each, dict) for each in messages):
+        return []
+    names = []
+    for message in messages:
         name = hashlib.blake2b(name + json.dumps(message, sort_keys=True).encode(), digest_size=16).digest()
-        yield name
+        names.append(name)
+    return names
 
 
 def passed_back(answer: ClientResponse) -> CIMultiDict[str]:
@@ -532,10 +547,11 @@ class Proxy:
         if not isinstance(body, dict):
             raise Refused.because(f"the body: expected a JSON object, found {type(body).__name__}")
         until = time.monotonic() + self._retry_s
-        kept = None if self._conversations is None else await self._conversations.take(body)
+        names = [] if self._conversations is None else beginnings(body)
+        kept = None if self._conversations is None else await self._conversations.take(names)
         while True:
             try:
-                return await self._attempt(request, of_client(body), kept)
+                return await self._attempt(request, of_client(body), names, kept)
             except (ClientError, Failed) as error:
                 logger.warning("%s: %s", type(error).__name__, error)
                 if time.monotonic() > until:
@@ -543,18 +559,16 @@ class Proxy:
             kept = None
             await asyncio.sleep(RETRY_AFTER_S)
 
-    async def _attempt(self, request: web.Request, body: Body, kept: Body | None) -> web.StreamResponse:
+    async def _attempt(self, request: web.Request, body: Body, names: list[bytes], kept: Body | None) -> web.StreamResponse:
         """Raises `Failed` or `ClientError` if the request may be tried again."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         decode = await self._client.server(next(self._decodes), headers)
-        is_turn = (
-            self._conversations is not None and any(beginnings(body)) and all(count in (None, 1) for count in num_answers(body))
-        )
+        is_turn = bool(names) and all(count in (None, 1) for count in num_answers(body))
         keep = secrets.token_hex(16) if is_turn and not decode.is_sglang else ""
         response = await self._divided(request, body, headers, decode, kept, keep)
         if keep and self._conversations is not None:
             asking = self._client.kept(decode, headers, body.get("model"), keep)
-            self._conversations.put(body, asyncio.create_task(asking))
+            self._conversations.put(names, asyncio.create_task(asking))
         return response
 
     async def _divided(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse, ClientSession, web
 
-from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Proxy
+from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Proxy, beginnings
 
 WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
 COMPLETION = {"model": "model", "prompt": "Prefill computes, decode", "max_tokens": 4}
@@ -621,6 +621,62 @@ def test_an_expired_turn_is_not_taken() -> None:
         assert all("kept" not in each["kv_transfer_params"] for each in pair.prefill.bodies("/v1/chat/completions"))
 
     run(scenario, StandIn(prefills), StandIn(keeps_briefly), keep=True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "count"),
+    [
+        ([{"role": "user"}] * 4096, 4096),
+        ([{"role": "user"}] * 4097, 0),
+        ([{"role": "user"}, []], 0),
+        ([0] * 4, 0),
+        ({"role": "user"}, 0),
+        (None, 0),
+    ],
+    ids=["as many as may be", "too many", "a list among them", "numbers", "no list", "none"],
+)
+def test_only_conversations_are_named(messages: Any, count: int) -> None:
+    """Each name costs the proxy a digest, while all other requests wait."""
+    assert len(list(beginnings({"messages": messages}))) == count
+
+
+def test_a_conversation_is_named_once_in_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def counting(body: Mapping[str, Any]) -> Any:
+        asked.append(body)
+        return beginnings(body)
+
+    async def scenario(pair: Pair) -> None:
+        for _ in range(2):
+            body = {"model": "model", "messages": [{"role": "user", "content": "one"}]}
+            async with pair.client.post("/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+        assert len(asked) == 2
+
+    monkeypatch.setattr("examples.pd_proxy.beginnings", counting)
+    run(scenario, StandIn(prefills), StandIn(keeps), keep=True)
+
+
+def test_a_silent_decode_server_does_not_delay_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers requests, and says nothing of what it keeps. The proxy does not ask for ever."""
+
+    async def says_nothing(request: web.Request, asked: Asked) -> web.StreamResponse:
+        is_question = "kept_request_id" in asked.body.get("kv_transfer_params", {})
+        return await (hangs if is_question else decodes)(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        body = {"model": "model", "messages": [{"role": "user", "content": "one"}]}
+        for number in range(2):
+            async with asyncio.timeout(5), pair.client.post("/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+            await until(lambda number=number: len(pair.decode.bodies()) == number + 1)
+        assert all("kept" not in each["kv_transfer_params"] for each in pair.prefill.bodies("/v1/chat/completions"))
+        await until(lambda: pair.decode.num_cut == 2)
+
+    monkeypatch.setattr("examples.pd_proxy.TURN_WAIT_S", 0.05, raising=False)
+    monkeypatch.setattr("examples.pd_proxy.KEPT_TIMEOUT_S", 0.2, raising=False)
+    run(scenario, StandIn(prefills), StandIn(says_nothing), keep=True)
 
 
 def test_several_answers_are_not_kept() -> None:

@@ -85,6 +85,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.update_connector_output(connector_output)
 
+    def has_pending_push_work(self) -> bool:
+        """Whether a request is kept. Meanwhile vLLM steps, also if it has no other request or is paused: the workers end a kept
+        request in a step, once its time has passed.
+        """
+        return self.scheduler.keeper.keeps
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.request_finished(request, (block_ids,))
 

@@ -74,6 +74,9 @@ class KeptRequests:
         self._requests[req_id] = Kept(hand_off, blocks, self._num_ranks)
         return ended
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def find(self, hand_off_id: str) -> HandOff | None:
         """A request that is kept, by the id of its hand-over."""
         for kept in self._requests.values():
@@ -123,6 +126,11 @@ class Keeper:
         self._reason = _reason_against(config, groups, has_states=self._has_states)
         max_blocks = int(options.kept_share * manager.block_pool.num_gpu_blocks)
         self._requests = KeptRequests(max_blocks=max_blocks, num_ranks=config.parallel_config.world_size)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether blocks of a request that has ended are held."""
+        return len(self._requests) > 0
 
     def keep(self, request: Request, blocks: BlockIds, place: Place, step: StepMetadata) -> dict[str, Any] | None:
         """Keep a request that has ended and was not aborted, if it says so (`keep`). Returns `kv_transfer_params` for its

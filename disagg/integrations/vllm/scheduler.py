@@ -318,7 +318,7 @@ class SchedulerHalf:
             self._step.declines.append(hand_off)
 
     def _hand_over(self, prefill: Prefill, blocks: BlockIds) -> dict[str, Any] | None:
-        """Let decode have a request that has ended. Returns `kv_transfer_params` for its answer; `None` if decode gets nothing."""
+        """Let decode have a request that has ended. Returns what its answer tells the proxy; `None` if decode gets nothing."""
         request = prefill.request
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))

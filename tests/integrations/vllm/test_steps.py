@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -23,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from disagg import new_request_id
 from disagg.integrations.vllm.kept import Keeper
-from disagg.integrations.vllm.metadata import RankAddress, StepMetadata
+from disagg.integrations.vllm.metadata import RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.integrations.vllm.scheduler import SchedulerHalf
@@ -59,7 +61,7 @@ class Server:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, **done: set[str]) -> tuple[StepMetadata, dict[str, int], list[Any]]:
+    def step(self, **done: Any) -> tuple[StepMetadata, dict[str, int], list[Any]]:
         """Run one step, after which the workers report what is `done`. Returns the metadata that they got, the number of tokens
         computed of each request, and the outputs.
         """
@@ -230,6 +232,25 @@ def test_loads_wait_for_room(server: Start) -> None:
             break
     assert begun == [request.request_id for request in waiting]
     assert all(request.num_output_tokens == 8 for request in waiting)
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("pause", list(PauseState), ids=lambda pause: pause.name)
+def test_vllm_steps_while_a_request_is_kept(server: Start, pause: PauseState) -> None:
+    """Otherwise an idle or paused server would never free the blocks of one whose time has passed."""
+    decode = server()
+    assert not decode.scheduler.has_requests()
+    request = decode.add(80, {"keep": True})
+    decode.step()
+    _, _, (output,) = decode.step()
+    assert output.kv_transfer_params["kept"]["remote_num_tokens"] == 81
+    decode.scheduler.set_pause_state(pause)
+    for _ in range(2):
+        decode.step()
+        assert decode.scheduler.has_requests()
+        assert decode.num_free == decode.num_blocks - 3
+    decode.step(kv_connector_worker_meta=WorkerReport(ended=Counter([request.request_id])))
+    assert not decode.scheduler.has_requests()
     decode.check_empty()
 
 
