@@ -265,7 +265,7 @@ class VllmServers:
     def _after_prefill(self, turn: Turn, params: Mapping[str, Any] | None, open_requests: _Open) -> None:
         """Ask decode with what prefill has answered, unless the client has left."""
         if turn.way is Way.NEVER_DECODED:
-            if params is not None:
+            if params is not None and "remote_request_id" in params:  # of a prompt of one token nothing is handed over
                 self._give_up(params)
             return
         req_id = self._add(self._decode, turn, params, more=40 if turn.way is Way.ABORTED_WHILE_ANSWERING else 0)

@@ -87,6 +87,7 @@ def _falcon_h1() -> Any:
 
 
 def _qwen3_next() -> Any:
+    """Each token goes to all experts: of experts that are about equally likely, bfloat16 chooses others in another batch."""
     config = transformers.Qwen3NextConfig(
         **_SMALL,
         num_hidden_layers=4,
@@ -99,7 +100,7 @@ def _qwen3_next() -> Any:
         linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
         num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,
         moe_intermediate_size=128,
         shared_expert_intermediate_size=128,
         tie_word_embeddings=False,

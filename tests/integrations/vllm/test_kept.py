@@ -198,14 +198,15 @@ def test_takers_expiry_and_bounds(start: Start) -> None:
     wait_free(first)
 
 
-def test_room_for_others(start: Start) -> None:
-    """What is kept gives way at once to a request of which vLLM's cache has blocks that it must still take, and to one that
-    needs a block more after its load.
+def test_room_for_others(start: Start, model: Callable[[str], Path]) -> None:
+    """What is kept gives way at once to a request of which vLLM's cache has blocks that it must still take, to one that needs a
+    block more after its load, and to one that needs one for drafts.
     """
+    draft = {"method": "draft_model", "model": str(model("llama")), "num_speculative_tokens": 3}
     options = {"enable_prefix_caching": True, "max_model_len": 768, "blocks": 16, "extra": {"kept_share": 0.5, "keep_s": 600.0}}
     prefill = start(block_size=64)
     decode = start(block_size=64, scheduler_reserve_full_isl=False, **options)
-    whole = start(block_size=64, **options)
+    whole, drafting = start(block_size=64, **options), start(block_size=64, speculative_config=draft, **options)
     text, cached, tail, exact = prompts((440, 200, 330, 513), seed=16)
     whole.wait_ready().generate([text], params=KEEP, max_tokens=4)
     whole.generate([cached], max_tokens=2)
@@ -217,7 +218,10 @@ def test_room_for_others(start: Start) -> None:
     (first,) = prefill.wait_ready().generate([exact], params=PREFILL)
     (answer,) = decode.wait([decode.add(exact, params=first.params, max_tokens=4)], timeout_s=60)
     assert answer.num_external == 512
-    wait_empty(prefill, decode, whole)
+    drafting.wait_ready().generate([text], params=KEEP, max_tokens=4)
+    assert drafting.num_free_blocks() == 8
+    drafting.wait([drafting.add(exact[:512], max_tokens=4)], timeout_s=60)
+    wait_empty(prefill, decode, whole, drafting)
 
 
 def test_given_up_at_once(start: Start, capfd: pytest.CaptureFixture[str]) -> None:

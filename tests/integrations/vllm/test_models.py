@@ -59,33 +59,26 @@ def test_decode_computes_windows_that_prefill_has_not_kept(start: Callable[..., 
 
 QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "blocks 64 to 128": ({"block_size": 64}, {"block_size": 128}, 1e-4),
-    "TP 1 to 2": ({"block_size": 64}, {"tensor_parallel_size": 2, "block_size": 64}, 0.1),
-    "TP 2 to 1": ({"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 128}, 0.1),
+    "TP 1 to 2": ({"block_size": 64}, {"tensor_parallel_size": 2, "block_size": 64}, 0.05),
+    "TP 2 to 1": ({"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 128}, 0.05),
 }
-
-
-TIED_AT = 2
-"""The token of the second answer that another TP may choose differently, counted from 0."""
 
 
 @pytest.mark.parametrize("case", QWEN)
 def test_gated_delta_nets(case: str, start: Callable[..., Engine]) -> None:
     """In bfloat16, which vLLM's CPU kernels need. Another TP rounds differently, so undivided servers at TP 1 and 2 also differ
-    before long: there only the first eight tokens are compared, and of one answer those before two tokens that are tied.
+    before long: there only the first eight tokens are compared. No two of the most likely tokens are tied in these answers.
 
     Both sides prefill the same number of tokens: the prompt is what the undivided server was asked, and its first token.
     """
     prefill_options, decode_options, tolerance = QWEN[case]
     prefill, decode = start("qwen3-next", **prefill_options), start("qwen3-next", **decode_options)
-    asked, max_tokens = prompts((3, 33, 64, 65, 200, 500)), 32 if tolerance < 0.01 else 8
+    asked, max_tokens = prompts((3, 33, 64, 65, 200, 500), seed=2), 32 if tolerance < 0.01 else 8
     expected = [decode.wait_ready().generate([prompt], max_tokens=max_tokens + 1)[0] for prompt in asked]
     longer = [[*prompt, answer.tokens[0]] for prompt, answer in zip(asked, expected, strict=True)]
     found = [hand_over(prefill.wait_ready(), decode, [prompt], max_tokens=max_tokens)[0] for prompt in longer]
     for answer in expected:
         del answer.tokens[0], answer.logprobs[0]
     assert num_external(found) == [len(prompt) - 1 for prompt in longer]
-    if tolerance > 0.01:
-        for answer in (expected[1], found[1]):
-            del answer.tokens[TIED_AT:], answer.logprobs[TIED_AT:]
     check_equal(expected, found, tolerance=tolerance)
     wait_empty(prefill, decode)
