@@ -4,9 +4,12 @@ A client asks prefill and decode at once, and decode answers. All times start th
 
 `tokens`: how many greedy answers are equal: those of both backends (`equal`), and those of one of them and of the undivided
 server. `rows`: milliseconds until decode's first token, medians, without other requests; all columns take turns. `floor_ms` is
-the first token of the undivided server, which moves nothing, and `*_second_ms` the time to the second token. `load`: requests
-per second of a number of clients, each with one request at a time, over all rounds, and the longest time between two tokens of
-a request. `clients` has the quantiles of each round. `undivided` are two servers there, one on each GPU.
+the first token of the undivided server, which moves nothing, and `*_second_ms` the time to the second token. `load`: medians
+and ranges of the rounds of a number of clients, each with one request at a time: requests per second, the median first token,
+the 99th percentile of the time between two tokens; and the longest such time in any round. `clients` has each round.
+`undivided` are two servers there, one on each GPU. The pairs take turns, in the other order in every second round. Before them
+each pair has a round that does not count, after which its servers keep their objects out of Python's garbage collections
+(`/freeze_gc`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,7 +34,7 @@ NUM_COMPARED = 24
 WARM_UP, MIN_REPEATS = 2, 3
 FIRST_PATIENCE_S = 150.0
 """How long a client waits for a server's first answer, for which it compiles kernels."""
-ROW_S, LOAD_S = 12.0, 8.0
+ROW_S, LOAD_S, FREEZE_S = 12.0, 8.0, 10.0
 """No row takes longer, if it has the least number of repeats. No client starts a request after that time."""
 
 
@@ -61,12 +65,16 @@ def measure_all(pairs: Sequence[Pair], alone: Pair | None, plan: Plan) -> Iterat
             if not plan.is_over(f"{tp} -> 1: first token, {length} tokens"):
                 table["rows"].append(row(chosen, alone, length, plan))
                 yield table
+        asked = [*chosen, *([alone] if alone is not None and alone.other is not None else [])]
+        for pair in asked:
+            load(pair, max(plan.clients), plan)
+            freeze(pair)
         for clients in plan.clients:
-            rounds = []
+            rounds: list[dict[str, Any]] = []
             for turn in range(plan.rounds):
                 what = f"{tp} -> 1: load, {clients} clients, round {turn}"
-                asked = [*chosen, *([alone] if alone is not None and alone.other is not None else [])]
-                rounds += [load(pair, clients, plan) for pair in asked if pair.is_usable and not plan.is_over(what)]
+                order = asked[:: -1 if turn % 2 else 1]
+                rounds += [load(pair, clients, plan) for pair in order if pair.is_usable and not plan.is_over(what)]
             table["clients"] += rounds
             table["load"].append(load_of(rounds, clients, plan.load[0], tp))
             yield table
@@ -148,12 +156,23 @@ def load(pair: Pair, clients: int, plan: Plan) -> dict[str, Any]:
     }
 
 
+def freeze(pair: Pair) -> None:
+    """Keep what the servers of a pair have allocated out of later garbage collections, as SGLang's own benchmarks do."""
+    for server in filter(None, (pair.prefill, pair.decode, pair.other)):
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/freeze_gc", method="POST"), timeout=FREEZE_S).close()
+
+
 def load_of(rounds: Sequence[Mapping[str, Any]], clients: int, length: int, tp: int) -> dict[str, Any]:
-    """The rounds of both backends side by side."""
+    """The rounds of all pairs side by side."""
     line: dict[str, Any] = {"concurrency": clients, "tokens": length, "tp": f"{tp} -> 1"}
     for name in dict.fromkeys(each["pair"] for each in rounds):
-        own = [each for each in rounds if each["pair"] == name]
-        line[f"{name}_rps"] = round(sum(each["answered"] for each in own) / sum(each["elapsed_s"] for each in own), 2)
-        line[f"{name}_gap_p99_ms"] = max((each["gap_p99_ms"] for each in own if each["answered"]), default=None)
-        line[f"{name}_max_gap_ms"] = max((each["gap_max_ms"] for each in own if each["answered"]), default=None)
+        own = [each for each in rounds if each["pair"] == name and each["answered"]]
+        if not own:
+            continue
+        line[f"{name}_rounds"] = len(own)
+        for column in ("rps", "first_p50_ms", "gap_p99_ms"):
+            values = [each[column] for each in own]
+            line[f"{name}_{column}"] = round(statistics.median(values), 2)
+            line[f"{name}_{column}_range"] = [min(values), max(values)]
+        line[f"{name}_max_gap_ms"] = max(each["gap_max_ms"] for each in own)
     return line

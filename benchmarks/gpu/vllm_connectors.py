@@ -20,7 +20,7 @@ PREFILL = {
 }
 """The `kv_transfer_params` that vLLM's proxies send to prefill."""
 OURS = ("nvlink", "nixl")
-"""This library's connector with one of these backends."""
+"""This library's connector with one of these backends; `recorded` before it, with the moments of `vllm_steps.py`."""
 DECODE_ONLY = ("nothing", "floor", "undivided")
 """Servers that are asked without prefill: `DecodeBenchConnector`, `FloorConnector`, and none."""
 OTHERS = ("MooncakeConnector", "P2pNcclConnector")
@@ -49,8 +49,9 @@ def options(connector: str, *, decodes: bool, side_port: int) -> list[str]:
 
 
 def _config(connector: str, *, decodes: bool, side_port: int) -> str:
-    if connector in OURS:
-        return transfer_config({"backend": connector}, module="benchmarks.gpu.vllm_older")
+    *recorded, backend = connector.split()
+    if backend in OURS:
+        return transfer_config({"backend": backend}, module=f"benchmarks.gpu.vllm_{'steps' if recorded else 'older'}")
     role = "kv_consumer" if decodes else "kv_producer"
     configs: dict[str, dict[str, Any]] = {
         "nothing": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
