@@ -47,7 +47,7 @@ from benchmarks.gpu.vllm_weights import model_writer
 from disagg.integrations.vllm.metadata import BlockIds
 from harness.conditions import conditions
 
-FOLDER = "DISAGG_STEPS"
+FOLDER = "VLLM_STEPS_FOLDER"
 """The environment variable with the folder to which connectors write."""
 MOMENTS = ("scheduled", "launched", "sampled", "received", "known", "decoding")
 RESIDUE_S = 0.05
