@@ -34,8 +34,12 @@ ASK_AGAIN_S, WATCH_EVERY_S = 0.2, 2.0
 """How old an answer of a bootstrap server is before a new request asks again, and how often waiting requests do."""
 MAX_MISSES = 3
 """After how many answers that did not come an instance is taken for gone, which no connection reaches either."""
-COLLECT_EVERY_S = 200e-6
-"""The scheduler polls every request in each step. Between two looks at the events at least this time passes."""
+COLLECT_EVERY_S, COLLECT_PAUSE = 200e-6, 10
+"""The scheduler polls every request in each step. Between two looks at the events at least this time passes, and so many times
+as long as the last look took: with many waiting senders the looks of one step must not take longer than the step.
+"""
+MAX_PREFILLS, MAX_HOST = 1024, 300
+"""How many instances that requests name are remembered, and how long the name of a host may be."""
 
 
 class Owner:
@@ -134,9 +138,12 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         request_id(request.bootstrap_room)
         host, port = request.bootstrap_host, request.bootstrap_port
         if self.disaggregation_mode == DisaggregationMode.DECODE and not (
-            isinstance(host, str) and host and isinstance(port, int) and 0 < port < 1 << 16
+            isinstance(host, str) and 0 < len(host) <= MAX_HOST and isinstance(port, int) and 0 < port < 1 << 16
         ):
-            raise LocalProtocolError(f"bootstrap_host: expected a host and a port, found {host!r:.80} and {port!r:.80}")
+            raise LocalProtocolError(
+                f"bootstrap_host: expected a host of at most {MAX_HOST} characters and a port, "
+                f"found {host!r:.80} and {port!r:.80}"
+            )
 
     # -- rooms -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +168,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             sender.look()
         self._hear()
         self._watch()
-        self._collect_at = time.monotonic() + COLLECT_EVERY_S
+        end = time.monotonic()
+        self._collect_at = end + max(COLLECT_EVERY_S, COLLECT_PAUSE * (end - now))
 
     def _is_live(self, owner: Any) -> bool:
         """Whether the scheduler still asks for this sender or receiver."""
@@ -208,8 +216,13 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return bootstrap_addr in self.prefill_info_table
 
     def _add_prefill_info(self, bootstrap_addr: str, info: Any) -> None:
+        """If there are too many, forget the one without requests that was named the longest time ago."""
         self._resolve_rank_mapping(info)
+        self.prefill_info_table.pop(bootstrap_addr, None)
         self.prefill_info_table[bootstrap_addr] = info
+        if len(self.prefill_info_table) > MAX_PREFILLS:
+            idle = next((each for each in self.prefill_info_table if each not in self.addr_to_rooms_tracker), bootstrap_addr)
+            self._serve(idle, None)
 
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Fill in SGLang's own mapping of ranks, as if there were one rank: the plans decide which rank sends what."""
@@ -279,6 +292,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         """
         if len(self.rooms) == 1:
             self.bootstrap.forget_answers()
+        info = self.prefill_info_table.pop(server, None)
+        if info is not None:
+            self.prefill_info_table[server] = info  # the last one that was named
         served = self._served.get(server)
         if served is not None and time.monotonic() - served.asked_s >= ASK_AGAIN_S and self._is_doubtful(served):
             self.prefill_info_table.pop(server, None)

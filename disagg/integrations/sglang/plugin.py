@@ -55,13 +55,15 @@ def register() -> None:
     query = f"{queues}.common.conn.CommonKVReceiver.query_prefill_dp_ranks"
     HookRegistry.register(query, _room_ranks, HookType.AROUND)
     control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+    dispatch = "sglang.srt.managers.data_parallel_controller.DataParallelController.follow_bootstrap_room_scheduler"
+    HookRegistry.register(dispatch, _dispatch, HookType.AROUND)
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
 
 
 def _prepare(options: Any, previous: Callable[[Any], None]) -> None:
     """SGLang's check of a server's arguments, before its other processes start. They inherit the environment."""
-    if options.disaggregation_mode != "null" and options.disaggregation_transfer_backend == NAME:
+    if _is_ours(options):
         if os.environ.pop(STAGING, None) is not None:
             logger.info("%s: ignored; the backend disagg packs small pieces by itself", STAGING)
         os.environ.setdefault(APP, "disagg.integrations.sglang.workers:app")
@@ -127,11 +129,26 @@ def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
         )
 
 
+def _dispatch(original: Callable[[Any, Any], None], controller: Any, request: Any) -> None:
+    """SGLang's choice of a data-parallel rank by the room of a request, which ends over one without a room. The first rank's
+    scheduler refuses that, as it does with one rank.
+    """
+    if _is_ours(controller.server_args) and request.bootstrap_room is None and request.routed_dp_rank is None:
+        from sglang.srt.managers.io_struct import sock_send
+
+        sock_send(controller.workers[0], request)
+    else:
+        original(controller, request)
+
+
+def _is_ours(options: Any) -> bool:
+    return bool(options.disaggregation_mode != "null" and options.disaggregation_transfer_backend == NAME)
+
+
 def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *given: Any, **named: Any) -> Any:
     """SGLang's release of its memory, or the end of it. Raises `ConfigError` for that of the pools, which stay registered."""
-    options, tags = tokenizer.server_args, request.tags
-    is_ours = options.disaggregation_mode != "null" and options.disaggregation_transfer_backend == NAME
-    if is_ours and (not tags or "kv_cache" in tags):
+    tags = request.tags
+    if _is_ours(tokenizer.server_args) and (not tags or "kv_cache" in tags):
         raise ConfigError(
             f"transfer backend disagg: expected no release of 'kv_cache', which peers may write to, found tags {tags}"
         )

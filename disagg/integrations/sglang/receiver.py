@@ -130,3 +130,5 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
     def _clear(self) -> None:
         if self.kv_mgr.leave(self):
             super()._clear()
+            if not self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr]:
+                del self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr]

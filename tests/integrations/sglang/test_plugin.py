@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sglang
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.managers import data_parallel_controller, io_struct
+from sglang.srt.managers.data_parallel_controller import DataParallelController
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import ConfigError
@@ -60,3 +64,23 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPat
         plugin.register()
     monkeypatch.setenv(plugin.ANY_VERSION, "1")
     plugin.register()
+
+
+@pytest.mark.parametrize(("room", "worker"), [(None, 0), (7, 1), (8, 0)])
+def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
+    room: int | None, worker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several data-parallel ranks. SGLang's own choice would end their controller."""
+    plugin.register()
+    HookRegistry.apply_hooks()
+    sent: list[Any] = []
+    for module in (data_parallel_controller, io_struct):
+        monkeypatch.setattr(module, "sock_send", lambda *given: sent.append(given))
+    options = SimpleNamespace(disaggregation_mode="prefill", disaggregation_transfer_backend="disagg")
+    controller = SimpleNamespace(workers=["first", "second"], server_args=options)
+    controller.maybe_external_dp_rank_routing = lambda request: DataParallelController.maybe_external_dp_rank_routing(
+        controller, request
+    )
+    request = SimpleNamespace(bootstrap_room=room, routed_dp_rank=None)
+    DataParallelController.follow_bootstrap_room_scheduler(controller, request)
+    assert sent == [(controller.workers[worker], request)]
