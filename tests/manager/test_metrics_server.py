@@ -79,7 +79,11 @@ def test_the_health_is_served_and_other_paths_do_not_exist(instances: Cluster) -
 def test_a_rank_that_takes_no_requests_lives_and_is_not_ready(instances: Cluster) -> None:
     until(lambda: get(url_of(instances, "/readyz"))[0] == 200)
     manager, go_on = instances.decode[0].manager, threading.Event()
-    in_control_thread(manager, lambda _: go_on.wait(DEADLINE_S))
+
+    def hold(_: float) -> None:
+        go_on.wait(DEADLINE_S)
+
+    in_control_thread(manager, hold)
     manager.remove_peer("prefill-0")
     manager.add_peer("absent", address="tcp://127.0.0.1:9")
     no_peer = b"no configured peer is ready: "
