@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,14 +18,24 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from disagg import new_request_id
+from disagg.core.rows import Slot
+from disagg.integrations.vllm.groups import Kind, read_groups
 from disagg.integrations.vllm.kept import Keeper
-from disagg.integrations.vllm.metadata import RankAddress, StepMetadata, WorkerReport
+from disagg.integrations.vllm.layout import Cache
+from disagg.integrations.vllm.metadata import Load, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.integrations.vllm.scheduler import SchedulerHalf
@@ -33,6 +43,74 @@ from disagg.integrations.vllm.scheduler import SchedulerHalf
 BLOCK = 32
 NUMBERS = itertools.count()
 PREFILL = {"do_remote_decode": True}
+HEADS: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(**HEADS)
+WINDOW = SlidingWindowSpec(**HEADS, sliding_window=50)
+
+
+def recurrent(**more: Any) -> MambaSpec:
+    """States as vLLM keeps them beside a prefix cache: of the tokens up to the end of some blocks, and of the newest token."""
+    return MambaSpec(block_size=BLOCK, shapes=((4,), (4,)), dtypes=(torch.float32,) * 2, mamba_cache_mode="align", **more)
+
+
+class Memory:
+    """What the workers have written to each block: by position a digest of the tokens up to there. A state has one position."""
+
+    def __init__(self, caches: KVCacheConfig) -> None:
+        self.caches = [Cache(group, cast("Any", None), 1) for group in read_groups(caches)]
+        self.written: dict[int, dict[int, int]] = {}
+
+    def write(self, cache: Cache, blocks: Sequence[int], tokens: Sequence[int], start: int, stop: int) -> None:
+        """Write the tokens `[start, stop)`, or the state of them all."""
+        found = digests(tokens)
+        rows = cache.rows(blocks)
+        if isinstance(rows, Slot):
+            self.written[rows.id] = {stop: found[stop]}
+            return
+        for at in range(start, stop):
+            if (page := rows.ids[at // BLOCK]) >= 0:
+                self.written.setdefault(int(page), {})[at] = found[at + 1]
+
+    def load(self, load: Load, tokens: Sequence[int], *, fails: bool) -> None:
+        """Receive what a request needs; half of it, and of no state, if that fails."""
+        for cache, (start, stop) in zip(self.caches, load.needs, strict=True):
+            if not fails:
+                self.write(cache, load.blocks[cache.group.index], tokens, start, stop)
+            elif cache.group.kind is not Kind.STATE:
+                self.write(cache, load.blocks[cache.group.index], tokens, start, (start + stop) // 2)
+
+    def has(self, cache: Cache, blocks: Sequence[int], tokens: Sequence[int], start: int, stop: int) -> bool:
+        """Whether the tokens `[start, stop)` are in these blocks, or the state of them all in the last one."""
+        found = digests(tokens)
+        if cache.group.kind is Kind.STATE:
+            return self.written.get(blocks[-(-stop // BLOCK) - 1]) == {stop: found[stop]}
+        return all(self.written.get(blocks[at // BLOCK], {}).get(at) == found[at + 1] for at in range(start, stop))
+
+    def compute(self, request: Request, blocks: Sequence[Sequence[int]], count: int) -> None:
+        """Compute the last `count` tokens that are scheduled of a request, of those before."""
+        stop, tokens = request.num_computed_tokens, request.all_token_ids
+        for cache, own in zip(self.caches, blocks, strict=True):
+            start, group = stop - count, cache.group
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            assert start == 0 or self.has(cache, own, tokens, first, start), (group.kind, start)
+            if group.kind is Kind.STATE:
+                self.written[own[-(-stop // BLOCK) - 1]] = {stop: digests(tokens)[stop]}
+            else:
+                self.write(cache, own, tokens, start, stop)
+
+    def check_found(self, request: Request, blocks: Sequence[Sequence[Any]]) -> None:
+        """What other requests would find of the blocks of a request is whole."""
+        for cache, own in zip(self.caches, blocks, strict=True):
+            ids = [block.block_id for block in own]
+            for index, block in enumerate(own):
+                if block.block_hash is not None and not block.is_null:
+                    stop = block.block_hash_num_tokens
+                    assert self.has(cache, ids, request.all_token_ids, index * BLOCK, stop), (cache.group.kind, index, stop)
+
+
+def digests(tokens: Sequence[int]) -> list[int]:
+    """Of each beginning of some tokens."""
+    return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=0))
 
 
 @dataclass
@@ -40,8 +118,11 @@ class Server:
     """VLLM's scheduler with the connector. Its workers compute what a step has, and do of transfers what they are told."""
 
     scheduler: Scheduler
+    caches: KVCacheConfig
 
     def __post_init__(self) -> None:
+        self.memory = Memory(self.caches)
+        self.loading: dict[str, tuple[Load, list[int]]] = {}
         address = RankAddress(engine_id="here", address="tcp://127.0.0.1:1", public_key=None, is_alone=True)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): address})
         self.num_blocks = self.num_free
@@ -65,8 +146,15 @@ class Server:
         """Run one step, after which the workers report what is `done`. Returns the metadata that they got, the number of tokens
         computed of each request, and the outputs.
         """
+        for name in done.get("finished_recving", ()):
+            self.memory.load(*self.loading.pop(name), fails=name in done.get("failed_recving", ()))
         planned = self.scheduler.schedule()
         names = list(planned.num_scheduled_tokens)
+        for name in names:
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
+            self.memory.compute(self.scheduler.requests[name], blocks, planned.num_scheduled_tokens[name])
+        for name, request in self.scheduler.requests.items():
+            self.memory.check_found(request, self.scheduler.kv_cache_manager.get_blocks(name).blocks)
         computed = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
@@ -76,7 +164,17 @@ class Server:
         outputs = self.scheduler.update_from_output(planned, computed)
         told = planned.kv_connector_metadata
         assert isinstance(told, StepMetadata)
+        self.loading |= {each.req_id: (each, list(self.scheduler.requests[each.req_id].all_token_ids)) for each in told.loads}
         return told, planned.num_scheduled_tokens, [each for found in outputs.values() for each in found.outputs]
+
+    def run(self, request: Request, *, fails: bool = False) -> int:
+        """Run steps until a request has ended, and its load before. Returns how many of its tokens vLLM has found."""
+        loaded, num_found = set[str](), 0
+        while not request.is_finished():
+            told, _, outputs = self.step(finished_recving=loaded, failed_recving=loaded if fails else set())
+            loaded = {load.req_id for load in told.loads}
+            num_found += sum(each.prefill_stats.num_local_cached_tokens for each in outputs if each.prefill_stats)
+        return num_found
 
     def num_found(self) -> int:
         """How many blocks another request would find by their contents."""
@@ -96,7 +194,7 @@ def server(model: Callable[[str], Path]) -> Start:
     """Makes a scheduler with so many blocks."""
     init_none_hash(sha256)
 
-    def make(num_blocks: int = 64, policy: str = "recompute") -> Server:
+    def make(num_blocks: int = 64, policy: str = "recompute", specs: Sequence[KVCacheSpec] = (FULL,)) -> Server:
         config = EngineArgs(
             model=str(model("llama")),
             dtype="float32",
@@ -113,11 +211,12 @@ def server(model: Callable[[str], Path]) -> Start:
             ),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            config.cache_config.mamba_cache_mode = "align"
         caches = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)],
+            kv_cache_groups=[KVCacheGroupSpec([f"model.layers.{layer}.attn"], spec) for layer, spec in enumerate(specs)],
         )
         made = Scheduler(
             vllm_config=config,
@@ -126,14 +225,14 @@ def server(model: Callable[[str], Path]) -> Start:
             block_size=BLOCK,
             log_stats=True,
         )
-        return Server(made)
+        return Server(made, caches)
 
     return make
 
 
-def handed_over() -> dict[str, Any]:
+def handed_over(window_page: int = 1) -> dict[str, Any]:
     """The parameters of a request that another server prefills."""
-    where = {"remote_engine_id": "there", "remote_address": "tcp://127.0.0.1:2"}
+    where = {"remote_engine_id": "there", "remote_address": "tcp://127.0.0.1:2", "remote_window_page": window_page}
     return {"do_remote_prefill": True, **where, "remote_request_id": new_request_id().hex()}
 
 
@@ -321,4 +420,31 @@ def test_an_aborted_load_is_ended_whatever_fails_then(server: Start, monkeypatch
     told, *_ = decode.step()
     assert told.aborts == [request.request_id]
     decode.step(finished_recving={request.request_id})
+
+
+MIXES: dict[str, tuple[KVCacheSpec, ...]] = {
+    "windows": (FULL, WINDOW),
+    "states": (FULL, recurrent()),
+    "states and drafts": (FULL, recurrent(num_speculative_blocks=2)),
+    "windows and states": (FULL, WINDOW, recurrent()),
+}
+LENGTHS = (2, 32, 33, 64, 65, 97, 161, 200)
+
+
+@pytest.mark.parametrize("window_page", [1, 64])
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_is_found_after_a_load_is_whole(server: Start, mix: str, window_page: int) -> None:
+    """After loads that have failed in part as well, and by requests that share a part of the prompt, some of which are handed
+    over. VLLM computes with what it has found and with what was loaded.
+    """
+    decode = server(num_blocks=512, specs=MIXES[mix])
+    num_found = 0
+    for text, length in enumerate(LENGTHS):
+        decode.run(decode.add(length, handed_over(window_page), max_tokens=40, text=text), fails=True)
+        decode.scheduler.kv_cache_manager.reset_prefix_cache()
+        decode.run(decode.add(length, handed_over(window_page), max_tokens=40, text=text))
+        for more in (length // 2 + 1, length, length + 50):
+            for params in ({}, handed_over(window_page)):
+                num_found += decode.run(decode.add(more, params, max_tokens=40, text=text))
+    assert num_found > 0
     decode.check_empty()
