@@ -14,9 +14,7 @@ from tests.integrations.cross.cases import Pair
 from tests.integrations.cross.test_pairs import ROOMS, Servers, check, decode_on_sglang, meeting, prefill_on_vllm, start
 from tests.integrations.vllm.requests import prompts
 
-PAIR = Pair(
-    model="mistral", killed="vllm", vllm=(), sglang_decode=("--page-size", "16"), sglang_prefill=("--page-size", "16")
-)
+PAIR = Pair(model="mistral", killed="vllm", vllm=(), sglang_decode=("--page-size", "16"), sglang_prefill=("--page-size", "16"))
 PROMPTS = prompts((33, 300), seed=71)
 """Shorter and longer than the window of 64 tokens."""
 
