@@ -14,50 +14,48 @@ from matplotlib.patches import Patch
 from disagg.core.timeline import PHASES
 
 Figures = Mapping[str, Any]
-GPU, CPU, TIMELINE = "vllm-2xh200.json", "vllm-cpu.json", "timeline.json"
+GPU, CPU, TIMELINE = "vllm-client-2xgpu.json", "vllm-cpu.json", "timeline.json"
 CHARTS = {"vllm.svg": (GPU, CPU), "timeline.svg": (TIMELINE,)}
 """Each chart in docs/images, and the files of docs/benchmarks that it is drawn from."""
 COLOURS = dict(
     zip(PHASES, ("#dddddd", "#aa3377", "#ccbb44", "#4477aa", "#66ccee", "#228833", "#ee6677", "#888888"), strict=True)
 )
 """The colour of each phase of a request."""
-FLOOR, DISAGG, NIXL = ("nothing moved", "#999999"), ("disagg", "#4477aa"), ("NixlConnector", "#ee6677")
-TIMES = {"floor_ms": FLOOR, "disagg_ms": DISAGG, "nixl_ms": NIXL}
-RATES = {"floor_rps": FLOOR, "disagg_rps": DISAGG, "nixl_rps": NIXL}
-"""How each column of vLLM's figures is named and coloured."""
-STYLES = {"1 -> 1": "-", "2 -> 1": "--"}
-"""The line of each pair of tensor-parallel sizes."""
+UNDIVIDED, DISAGG, NIXL = ("undivided", "#999999"), ("disagg", "#4477aa"), ("NixlConnector", "#ee6677")
+TIMES = {
+    "undivided_ms": ("one undivided server", UNDIVIDED[1], "-"),
+    "both_ms": ("disagg, both at once", DISAGG[1], "-"),
+    "in_turn_ms": ("disagg, prefill first", DISAGG[1], "--"),
+    "nixl_ms": ("NixlConnector", NIXL[1], "--"),
+}
+RATES = {"two_undivided_rps": ("two undivided", UNDIVIDED[1]), "both_rps": DISAGG, "nixl_rps": NIXL}
+"""How each column of vLLM's figures is named and drawn."""
+EQUAL_TP = "1 -> 1"
 
 
 def first_tokens(axes: Axes, rows: Sequence[Figures]) -> None:
-    """The time to the first token by the length of the prompt, a line for each pair of servers."""
-    tokens = sorted({row["tokens"] for row in rows})
-    for column, (label, colour) in TIMES.items():
-        for tp, style in STYLES.items():
-            found = [row[column] for row in rows if row["tp"] == tp]
-            if found and (column != "floor_ms" or tp == "1 -> 1"):
-                name = label if column == "floor_ms" else f"{label}, TP {tp.replace('->', '→')}"
-                axes.plot(tokens, found, style, marker="o", markersize=4, color=colour, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title="First token after prefill's answer, ms")
+    """The time to the first token by the length of the prompt, a line for each way to ask."""
+    rows = [row for row in rows if row["tp"] == EQUAL_TP]
+    tokens = [row["tokens"] for row in rows]
+    for column, (label, colour, style) in TIMES.items():
+        axes.plot(tokens, [row[column] for row in rows], style, marker="o", markersize=4, color=colour, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title="First token after the client's request, ms")
     axes.set_xticks(tokens, [f"{each:,}" for each in tokens])
-    axes.set_yticks([10, 100], ["10", "100"])
+    axes.set_yticks([30, 100, 300], ["30", "100", "300"])
     axes.minorticks_off()
     axes.legend(fontsize=8)
 
 
 def rates(axes: Axes, rows: Sequence[Figures]) -> None:
-    """Requests per second by the number of clients and prefill's tensor-parallel size."""
-    for number, (column, (_, colour)) in enumerate(RATES.items()):
+    """Requests per second by the number of clients."""
+    for number, (column, (label, colour)) in enumerate(RATES.items()):
         places = [place + 0.28 * number for place in range(len(rows))]
-        bars = axes.bar(places, [row[column] for row in rows], 0.26, color=colour)
+        bars = axes.bar(places, [row[column] for row in rows], 0.26, color=colour, label=label)
         axes.bar_label(bars, fmt="%.0f", fontsize=7)
-    axes.set_xticks(
-        [place + 0.28 for place in range(len(rows))],
-        [f"{row['concurrency']} clients\nTP {row['tp'].replace('->', '→')}" for row in rows],
-        fontsize=8,
-    )
+    axes.set_xticks([place + 0.28 for place in range(len(rows))], [f"{row['clients']} clients" for row in rows], fontsize=8)
     axes.margins(y=0.1)
     axes.set(title=f"Requests per second, {rows[0]['tokens']:,} tokens in")
+    axes.legend(fontsize=8)
 
 
 def answers(axes: Axes, figures: Figures) -> None:
@@ -72,7 +70,7 @@ def answers(axes: Axes, figures: Figures) -> None:
 
 
 def vllm(found: Mapping[str, Figures]) -> Figure:
-    """Servers with this library beside vLLM's own connector and beside moving nothing."""
+    """Servers with this library beside undivided ones and beside vLLM's own connector."""
     gpu, cpu = found[GPU], found[CPU]
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 3))

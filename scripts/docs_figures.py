@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.integrations.vllm.recipes import CACHES, RECIPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs/benchmarks"
-SERVERS, MODELS, CPU = "vllm-2xh200.json", "vllm-2xh200-models.json", "vllm-cpu.json"
+SERVERS, MODELS, CPU = "vllm-client-2xgpu.json", "vllm-2xh200-models.json", "vllm-cpu.json"
+STEPS = "vllm-steps-2xh200.json"
 OURS, THEIRS = "DisaggConnector", "NixlConnector"
 TITLES = {"llama": "Llama", "falcon-h1": "Falcon-H1", "deepseek-v2": "DeepSeek-V2"}
 
@@ -25,43 +25,54 @@ def vllm_bullets() -> Iterator[str]:
         f"* **Correct answers** with blocks of {ours['prefill_block']} tokens on prefill and {ours['decode_block']} on decode: "
         f"{ours['equal']} of {ours['asked']}. {THEIRS}: {theirs['equal']} of {theirs['asked']}, *without an error*."
     )
-    load = [row for row in gpu["clients"] if row["clients"] == 32 and row["tp"] == "1 -> 1"]
-    seen = {
-        pair: statistics.mean(row["first_token_ms_p50"] for row in load if row["pair"] == pair)
-        for pair in ("nvlink", THEIRS, "floor")
-    }
-    yield (
-        f"* **First token as the client sees it**, 32 clients: {seen['nvlink']:.0f} ms. {THEIRS}: {seen[THEIRS]:,.0f} ms. "
-        f"With nothing moved: {seen['floor']:.0f} ms."
+    load = next(row for row in gpu["load"] if row["clients"] == 32)
+    first, rate, gap = (
+        [load[f"{way}_{figure}"] for way in ("both", "nixl", "two_undivided")]
+        for figure in ("first_p50_ms", "rps", "gap_p99_ms")
     )
-    rate = next(row for row in gpu["load"] if row["concurrency"] == 32 and row["tp"] == "1 -> 1")
     yield (
-        f"* **Requests per second** of the same clients: {rate['disagg_rps']:.1f}. {THEIRS}: {rate['nixl_rps']:.1f}. "
-        f"With nothing moved: {rate['floor_rps']:.1f}."
+        f"* **First token as the client sees it**, 32 clients: {first[0]:.0f} ms. {THEIRS}: {first[1]:,.0f} ms. "
+        f"Two undivided servers: {first[2]:.0f} ms."
     )
-
-
-def _load_cells(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Requests per second, and the longest gap between two tokens: with each connector, and with nothing moved."""
-    names = ("disagg", "nixl", "floor")
-    rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in names)
-    return rates, " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in names)
+    yield (
+        f"* **Requests per second** of the same clients: {rate[0]:.1f}. {THEIRS}: {rate[1]:.1f}. "
+        f"Two undivided servers: {rate[2]:.1f}, with longer gaps between tokens: {gap[2]:.0f} ms beside {gap[0]:.0f} (p99)."
+    )
 
 
 def vllm_first_tokens() -> Iterator[str]:
-    """Decode's time to the first token between two GPUs."""
-    rows = {(row["tokens"], row["tp"]): row for row in _read(SERVERS)["rows"]}
-    sizes = list(dict.fromkeys(tp for _, tp in rows))
-    pairs = [
-        (f"{whose}, TP {_arrow(tp)}", tp, column)
-        for tp in sizes
-        for whose, column in (("`nvlink`", "disagg_ms"), (THEIRS, "nixl_ms"))
-    ]
-    columns = [("nothing moved, between steps", sizes[0], "floor_ms"), ("within a step", sizes[0], "within_a_step_ms"), *pairs]
-    yield f"| ms, prompt tokens | {' | '.join(title for title, _, _ in columns)} |"
+    """The time from a client's request to its first token between two GPUs."""
+    columns = {
+        "undivided": "one undivided server",
+        "prefill": "prefill's answer",
+        "both": "both at once",
+        "proxy": "by `pd_proxy.py`",
+        "in_turn": "prefill first",
+        "nothing": "nothing moved, prefill first",
+        "nixl": f"{THEIRS}, prefill first",
+    }
+    yield f"| ms, prompt tokens | TP | {' | '.join(columns.values())} |"
+    yield f"|---|---|{'---|' * len(columns)}"
+    for row in _read(SERVERS)["rows"]:
+        cells = (f"{row[f'{name}_ms']:.1f}" if f"{name}_ms" in row else "" for name in columns)
+        yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {' | '.join(cells)} |"
+
+
+def vllm_steps() -> Iterator[str]:
+    """Where the time to the first token goes."""
+    columns = {
+        "launched": "prefill's step is launched",
+        "sampled": "prefill has its token",
+        "received": "decode's worker has the state",
+        "known": "decode's scheduler knows",
+        "decoding": "decode's step begins",
+        "first_token": "the client has the token",
+    }
+    yield f"| ms, prompt tokens | {' | '.join(columns.values())} |"
     yield f"|---|{'---|' * len(columns)}"
-    for tokens in dict.fromkeys(tokens for tokens, _ in rows):
-        yield f"| {tokens:,} | {' | '.join(f'{rows[tokens, tp][column]:.1f}' for _, tp, column in columns)} |"
+    for row in _read(STEPS)["rows"]:
+        cells = (f"{row[f'{name}_ms']:.1f}" for name in columns)
+        yield f"| {row['tokens']:,} | {' | '.join(cells)} |"
 
 
 def vllm_recipes() -> Iterator[str]:
@@ -79,14 +90,21 @@ def vllm_recipes() -> Iterator[str]:
 
 
 def vllm_loads() -> Iterator[str]:
-    """Requests per second between two GPUs."""
-    whose = ("`nvlink`", THEIRS, "nothing moved")
-    columns = " | ".join(f"{what}, {each}" for what in ("requests/s", "longest gap") for each in whose)
-    yield f"| clients | TP | {columns} |"
-    yield "|---|---|---|---|---|---|---|---|"
+    """What several clients see between two GPUs."""
+    ways = {
+        "two_undivided": "two undivided servers",
+        "both": "both at once",
+        "in_turn": "prefill first",
+        "nothing": "nothing moved, prefill first",
+        "nixl": f"{THEIRS}, prefill first",
+    }
+    yield "| clients | | requests/s | first token, p50 | p99 | whole answer, p50 | p99 | gap, p99 | longest gap |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    figures = ("first_p50_ms", "first_p99_ms", "whole_p50_ms", "whole_p99_ms", "gap_p99_ms", "gap_max_ms")
     for row in _read(SERVERS)["load"]:
-        rates, gaps = _load_cells(row)
-        yield f"| {row['concurrency']} | {_arrow(row['tp'])} | {rates} | {gaps} |"
+        for way, title in ways.items():
+            cells = " | ".join(f"{row[f'{way}_{figure}']:,.0f} ms" for figure in figures)
+            yield f"| {row['clients']} | {title} | {row[f'{way}_rps']:.1f} | {cells} |"
 
 
 def vllm_deaths() -> Iterator[str]:

@@ -46,6 +46,7 @@ from scripts.docs_figures import (  # noqa: E402
     vllm_first_tokens,
     vllm_loads,
     vllm_recipes,
+    vllm_steps,
 )
 from tests.integrations.cross import cases as cross  # noqa: E402
 from tests.integrations.sglang.recipes import RECIPES  # noqa: E402
@@ -358,7 +359,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
         connection_states, receive_states, writer_states, send_states, messages,
         bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
         command_line, sglang_recipes, sglang_rows, vllm_bullets, vllm_deaths,
-        vllm_first_tokens, vllm_loads, vllm_recipes,
+        vllm_first_tokens, vllm_loads, vllm_recipes, vllm_steps,
     )
 }  # fmt: skip
 
