@@ -5,24 +5,26 @@ Clients choose the bootstrap server of a request. Threads ask it, so that no ste
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
 import logging
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-from urllib.parse import urlencode, urlsplit
+from functools import partial
+from threading import Thread
+from typing import Any, ClassVar, TypeVar
 
+import aiohttp
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
 from disagg.core.address import bracketed, dialable
 from disagg.core.errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 TIMEOUT_S = 5.0
 """How long a server may take for all answers of one lookup."""
@@ -30,13 +32,11 @@ WAIT_S = 0.05
 """How long a step of the scheduler waits for an answer. Most servers answer within milliseconds."""
 PAUSE = 10
 """After it has waited for some time, this many times as long passes until a step waits again."""
-NUM_THREADS = 16
-"""How many servers are asked at a time, of those that have answered before, and as many of those that have not."""
 MAX_NBYTES = 1 << 16
 """Maximum size of an answer."""
 MAX_GROUPS = 1024
 MAX_ASKED = 256
-"""How many servers may be asked before answers that nobody came back for are forgotten, and others are not asked."""
+"""How many servers may be asked before answers that nobody came back for are forgotten, and new servers are not asked."""
 NO_RANK = -1
 """The data-parallel rank of a room whose server gives none. No instance has it, so the request fails."""
 
@@ -65,30 +65,27 @@ class BootstrapServers:
     current: ClassVar[BootstrapServers | None] = None
 
     def __init__(self) -> None:
-        self._known = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="disagg-bootstrap")
-        self._unknown = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="disagg-bootstrap-new")
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="disagg-bootstrap", daemon=True).start()
         self._asked: dict[str, Future[Served]] = {}
         self._asked_ranks: dict[str, Future[dict[str, int]]] = {}
         self._wait_at = 0.0
 
     def close(self) -> None:
-        """End the threads that wait for no answer."""
-        for threads in (self._known, self._unknown):
-            threads.shutdown(wait=False, cancel_futures=True)
+        """End the thread. It waits for no answer."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     def ask(self, server: str, *, is_known: bool = False) -> None:
         """Ask a server, unless it is being asked. `answers` has what it says, perhaps at once.
 
-        Those that have answered before, which `is_known` says, do not wait for threads that others keep busy.
+        Those that have answered before, which `is_known` says, are always asked.
         """
         if server in self._asked:
             return
         if len(self._asked) >= MAX_ASKED:
             self.forget_answers()
         if is_known or len(self._asked) < MAX_ASKED:
-            threads = self._known if is_known else self._unknown
-            answer = self._asked[server] = threads.submit(_fetch, server)
-            self._wait(answer)
+            self._asked[server] = self._start(_fetch, server, "does not name a prefill instance")
 
     def answers(self) -> Iterator[tuple[str, Served | PeerUnreachable]]:
         """The servers that have answered since the last call, and what they serve, or why they name no instance."""
@@ -110,8 +107,8 @@ class BootstrapServers:
         """
         answer = self._asked_ranks.get(server)
         if answer is None:
-            answer = self._asked_ranks[server] = self._known.submit(_fetch_ranks, server, list(rooms))
-            self._wait(answer)
+            fetch = partial(_fetch_ranks, rooms=list(rooms))
+            answer = self._asked_ranks[server] = self._start(fetch, server, "does not give the ranks of rooms")
         if not answer.done():
             return {}
         del self._asked_ranks[server]
@@ -121,29 +118,41 @@ class BootstrapServers:
             logger.warning("%s", error)
             return dict.fromkeys(map(str, rooms), NO_RANK)
 
-    def _wait(self, answer: Future[Any]) -> None:
+    def _start(
+        self, fetch: Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]], server: str, problem: str
+    ) -> Future[Answer]:
+        """Ask in the thread, and wait a moment for the answer."""
+        answer = asyncio.run_coroutine_threadsafe(_limited(fetch, server, problem), self._loop)
         began = time.monotonic()
         if began >= self._wait_at:
             wait([answer], WAIT_S)
             self._wait_at = began + (PAUSE + 1) * (time.monotonic() - began)
+        return answer
 
 
-def _fetch(server: str) -> Served:
+async def _limited(fetch: Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]], server: str, problem: str) -> Answer:
+    """What a server answers within `TIMEOUT_S`, however slowly its bytes come. Raises `PeerUnreachable`."""
     try:
-        with closing(_Connection(server)) as connection:
-            info = PrefillServerInfo(**_route(connection, -1, -1, -1, -1))
-            _check_rank("dp_size - 1", info.dp_size - 1)
-            rows = [_route(connection, dp_rank, 0, 0, 0) for dp_rank in range(info.dp_size)]
-        addresses = [dialable(control_address(row["rank_ip"], row["rank_port"]), what="rank_ip") for row in rows]
+        async with asyncio.timeout(TIMEOUT_S), aiohttp.ClientSession(f"http://{server}") as session:
+            return await fetch(session)
+    except TimeoutError as error:
+        raise PeerUnreachable(f"bootstrap server {server} {problem}: no answer within {TIMEOUT_S:g} s") from error
     except Exception as error:  # whatever the server's answer leads to
-        raise PeerUnreachable(f"bootstrap server {server} does not name a prefill instance: {error}") from error
+        raise PeerUnreachable(f"bootstrap server {server} {problem}: {error}") from error
+
+
+async def _fetch(session: aiohttp.ClientSession) -> Served:
+    info = PrefillServerInfo(**await _route(session, -1, -1, -1, -1))
+    _check_rank("dp_size - 1", info.dp_size - 1)
+    rows = [await _route(session, dp_rank, 0, 0, 0) for dp_rank in range(info.dp_size)]
+    addresses = [dialable(control_address(row["rank_ip"], row["rank_port"]), what="rank_ip") for row in rows]
     # Attention data parallelism: groups of one instance. SGLang's other kind: an instance for each rank.
     groups = [rank if address == addresses[0] else 0 for rank, address in enumerate(addresses)]
     found = (Prefill(name_of(address), address, group) for address, group in zip(addresses, groups, strict=True))
     return Served(info, dict(enumerate(found)))
 
 
-def _route(connection: _Connection, dp_rank: int, cp_rank: int, tp_rank: int, pp_rank: int) -> dict[str, Any]:
+async def _route(session: aiohttp.ClientSession, dp_rank: int, cp_rank: int, tp_rank: int, pp_rank: int) -> dict[str, Any]:
     """The answer for one rank, or for the instance if all are -1."""
     asked = {
         "prefill_dp_rank": dp_rank,
@@ -151,80 +160,36 @@ def _route(connection: _Connection, dp_rank: int, cp_rank: int, tp_rank: int, pp
         "target_tp_rank": tp_rank,
         "target_pp_rank": pp_rank,
     }
-    return connection.ask("GET", f"/route?{urlencode(asked)}")
+    return await _read(session.get("/route", params=asked, allow_redirects=False))
 
 
-def _fetch_ranks(server: str, rooms: list[int]) -> dict[str, int]:
+async def _fetch_ranks(session: aiohttp.ClientSession, *, rooms: list[int]) -> dict[str, int]:
     """The data-parallel ranks of rooms. Prefill has perhaps not heard of all of them yet."""
-    try:
-        with closing(_Connection(server)) as connection:
-            found = connection.ask("POST", "/query_dp_ranks", {"bootstrap_rooms": rooms})
-        ranks = {str(room): found[str(room)] for room in rooms if str(room) in found}
-        for room, rank in ranks.items():
-            _check_rank(f"data-parallel rank of room {room}", rank)
-    except Exception as error:  # whatever the server's answer leads to
-        raise PeerUnreachable(f"bootstrap server {server} does not give the ranks of rooms: {error}") from error
+    found = await _read(session.post("/query_dp_ranks", json={"bootstrap_rooms": rooms}, allow_redirects=False))
+    ranks = {str(room): found[str(room)] for room in rooms if str(room) in found}
+    for room, rank in ranks.items():
+        _check_rank(f"data-parallel rank of room {room}", rank)
     return ranks
+
+
+async def _read(asked: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:
+    async with asked as answer:
+        text = b""
+        async for part in answer.content.iter_any():
+            text = (text + part)[: MAX_NBYTES + 1]
+            if len(text) > MAX_NBYTES:
+                raise ValueError(f"an answer of more than {MAX_NBYTES} bytes")
+        if answer.status != 200:
+            raise ValueError(f"HTTP {answer.status} {text[:200].decode(errors='replace')}")
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise TypeError(f"expected a JSON object, found {type(found).__name__}")
+    return found
 
 
 def _check_rank(what: str, rank: Any) -> None:
     if type(rank) is not int or not 0 <= rank < MAX_GROUPS:
         raise ValueError(f"{what}: expected 0 to {MAX_GROUPS - 1}, found {rank!r:.80}")
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection to a bootstrap server, with one time limit for everything that is asked."""
-
-    def __init__(self, server: str) -> None:
-        found = urlsplit(f"http://{server}")
-        if not found.hostname or not found.port:
-            raise ValueError(f"expected HOST:PORT, found {server!r:.80}")
-        super().__init__(found.hostname, found.port)
-        self._until = time.monotonic() + TIMEOUT_S
-
-    def connect(self) -> None:
-        """Also called for the next question, if the server has closed the connection."""
-        places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        for number, (family, kind, protocol, _, address) in enumerate(places, 1):
-            connection = _Socket(family, kind, protocol)
-            connection.until = self._until
-            try:
-                connection.limit()
-                connection.connect(address)
-            except OSError:
-                connection.close()
-                if number == len(places) or time.monotonic() >= self._until:
-                    raise
-            else:
-                self.sock = connection
-                return
-
-    def ask(self, method: str, target: str, body: Any = None) -> dict[str, Any]:
-        self.request(method, target, None if body is None else json.dumps(body))
-        answer = self.getresponse()
-        text = answer.read(MAX_NBYTES)
-        if answer.status != 200:
-            raise ValueError(f"HTTP {answer.status} {text[:200].decode(errors='replace')}")
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise TypeError(f"expected a JSON object, found {type(found).__name__}")
-        return found
-
-
-class _Socket(socket.socket):
-    """Waits until a time, however many bytes come one by one."""
-
-    until: float
-
-    def limit(self) -> None:
-        left = self.until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self.settimeout(left)
-
-    def recv_into(self, *given: Any, **named: Any) -> int:
-        self.limit()
-        return super().recv_into(*given, **named)
 
 
 def named(server: str) -> Prefill | None:

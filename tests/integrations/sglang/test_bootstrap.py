@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import PeerUnreachable
 from disagg.integrations.sglang import bootstrap, plugin
-from disagg.integrations.sglang.bootstrap import MAX_NBYTES, NUM_THREADS, BootstrapServers, Prefill, Served, named
+from disagg.integrations.sglang.bootstrap import MAX_NBYTES, BootstrapServers, Prefill, Served, named
 
 INSTANCE = {
     "attn_tp_size": 1,
@@ -162,7 +162,7 @@ def dripping(num: int) -> Iterator[list[str]]:
 def test_a_lookup_ends_in_time_however_slowly_its_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.5)
     begun_s = time.monotonic()
-    with dripping(1) as (where,), pytest.raises(PeerUnreachable, match=f"{where} does not name.*timed out"):
+    with dripping(1) as (where,), pytest.raises(PeerUnreachable, match=f"{where} does not name.*no answer within"):
         answer(BootstrapServers(), where)
     assert time.monotonic() - begun_s < 5
 
@@ -170,7 +170,7 @@ def test_a_lookup_ends_in_time_however_slowly_its_bytes_come(monkeypatch: pytest
 def test_slow_servers_do_not_hold_up_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "TIMEOUT_S", 5.0)
     rows: dict[str, object] = {"-1": INSTANCE | {"dp_size": 1}, "0": row("a", 5), "rooms": {"7": 0}}
-    with dripping(NUM_THREADS) as slow, server(rows) as good:
+    with dripping(16) as slow, server(rows) as good:
         servers = BootstrapServers()
         for where in slow:
             servers.ask(where)
