@@ -227,7 +227,7 @@ def test_a_callback_may_close_its_manager(place: str, engine: str) -> None:
 
         request = new_request_id()
         rows = Calling(close) if place == "rows" else None
-        sender = instances.prefill[0].manager.sender(request, peer="decode-0")  # first: one of a lost peer waits for its return
+        sender = instances.prefill[0].manager.sender(request, peer="decode-0")
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20), ready=rows)
         sender.finish({"kv": Pages(np.arange(5))}, ready=Calling(close) if place == "chunk" else None)
         if place == "release":
@@ -243,8 +243,9 @@ def test_a_callback_may_close_its_manager(place: str, engine: str) -> None:
         assert not any(thread.is_alive() for thread in threads)
         with pytest.raises(LocalProtocolError, match="the manager has ended: the manager was closed"):
             manager.add_peer("other", address="tcp://127.0.0.1:1")
-        for handle in (receiver, sender):
-            handle.wait(timeout_s=DEADLINE_S)
+        receiver.wait(timeout_s=DEADLINE_S)
+        if place != "rows":  # decode has perhaps ended before it reserved: a sender waits for its return
+            sender.wait(timeout_s=DEADLINE_S)
         ranks.clear()
     assert descriptors() == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -116,7 +117,8 @@ def test_a_loan_of_a_slot_that_is_not_the_peers_ends_the_connection_only(monkeyp
     """Both sides end what they have with each other, and connect anew."""
     with cluster(Side(), Side(page=8), settings=ALL_PACKED) as instances:
         with monkeypatch.context() as patch:
-            patch.setattr(LentSlots, "take", lambda _: 8)
+            addresses = itertools.count(8, 8)
+            patch.setattr(LentSlots, "take", lambda _: next(addresses))
             events = instances.transfer(20)
         assert any("is in no region that the peer has registered" in str(event.error) for event in events)
         assert not any(event.ok for event in events)
