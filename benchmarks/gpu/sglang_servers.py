@@ -94,7 +94,7 @@ def plugin(folder: Path) -> dict[str, str]:
 
     if sglang.__version__ != OLDER:
         return {}
-    names = folder / f"plugin/{PLUGIN}-0.dist-info"
+    names = folder / f"plugin/{PLUGIN.replace('-', '_')}-0.dist-info"  # its name ends at the first hyphen
     names.mkdir(parents=True, exist_ok=True)
     (names / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
     (names / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.gpu.sglang_older:register\n")
