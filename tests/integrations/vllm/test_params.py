@@ -29,22 +29,16 @@ KEYS = [
 VALUES: list[Any] = [
     None,
     True,
-    0,
     -1,
     1.5,
     2**64 - 1,  # vLLM refuses larger ones
-    -(2**63),
     float("nan"),
-    float("inf"),
     [],
-    {},
     {"remote_engine_id": 1},
-    "",
-    "abc",
     "no digits",
     "f" * 10_000,  # the last: an engine that has answered does not read on until its answer is read
 ]
-LIMITS = {"hold_s": 1.0, "max_hold_s": 2.0, "load_timeout_s": 1.0, "keep_s": 1.0}
+LIMITS = {"hold_s": 0.3, "max_hold_s": 0.6, "load_timeout_s": 0.3, "keep_s": 0.3}
 
 
 def handed_over() -> dict[str, Any]:
