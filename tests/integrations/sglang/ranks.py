@@ -326,6 +326,13 @@ class RankProcess:
             time.sleep(STEP_S)
         return True
 
+    def notice_end(self) -> bool:
+        """Wait until the manager knows that an instance has ended."""
+        names = [prefill.name for served in self.manager._served.values() for prefill in served.prefills.values()]
+        while all(self.manager.transfers.peer(name).state == "ready" for name in names):
+            time.sleep(STEP_S)
+        return True
+
     def lookups(self) -> list[bool]:
         """Of the bootstrap servers that were asked, and nobody has come for their answers: whether they have answered."""
         return [answer.done() for answer in self.manager.bootstrap._asked.values()]

@@ -416,6 +416,7 @@ def test_prefill_is_replaced_while_a_request_waits_for_pages(tmp_path: Path) -> 
         decode.call("decode", waiting, pair.request(decode, 100, 0), 7, has_pages=False)
         decode.wait(room=waiting, found=True)
         prefill.kill()
+        assert decode.ask("notice_end")
         pair.prefill = pair.start("prefill", Topology())
         pair.expect(pair.begin(100))
         decode.call("allocate", waiting)
