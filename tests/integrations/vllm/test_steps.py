@@ -512,8 +512,9 @@ def test_what_is_sent_is_of_the_tokens_that_the_handover_says(server: Start, mix
             num_found += answer.prefill_stats.num_local_cached_tokens
             prefill.memory.check_sent(finish, tokens, num_sent, window_page=page)
             prefill.run(prefill.add(200, {}, max_tokens=40, text=100 + text))
-            for part, stop in ((finish, num_sent), *((chunk, chunk.stop) for chunk in chunks)):
-                prefill.memory.check_sent(part, tokens, stop, window_page=page)
+            prefill.memory.check_sent(finish, tokens, num_sent, window_page=page)
+            for chunk in chunks:
+                prefill.memory.check_sent(chunk, tokens, chunk.stop, window_page=page)
             prefill.step(finished_sending={request.request_id})
     assert num_found > 0
     prefill.check_empty()
