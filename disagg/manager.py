@@ -397,8 +397,9 @@ class KVManager:
     def close(self) -> None:
         """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first.
 
-        If the engine's end proves all rows quiet, quarantined rows are released as well. In a callback, which runs in a thread
-        of the manager, this returns at once, and another thread closes the manager; a call in the server's thread waits for it.
+        If the engine's end proves all rows quiet, quarantined rows are released as well. Otherwise keep the pools that hold
+        them in memory: a stopped peer may still write there. In a callback, which runs in a thread of the manager, this returns
+        at once, and another thread closes the manager; a call in the server's thread waits for it.
         """
         self._runtime.close()
 

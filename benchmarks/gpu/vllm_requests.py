@@ -108,8 +108,8 @@ def tokens_of(event: Mapping[str, Any]) -> list[int]:
 
 
 def num_external(decode: Server) -> float:
-    """Tokens that a server has not computed so far; not a number if it does not answer."""
+    """Prompt tokens that have come to a server from others so far; not a number if it does not answer."""
     try:
-        return decode.metric("vllm:external_prefix_cache_hits_total")
+        return decode.num_moved()
     except (OSError, KeyError):
         return math.nan

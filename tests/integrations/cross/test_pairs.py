@@ -38,7 +38,7 @@ DIRECTIONS = {"vllm to sglang": 31, "sglang to vllm": 32}
 ROOMS = itertools.count(2**61)
 NUM_TOKENS = sum(length - 1 for length in LENGTHS)
 PATIENT = {"load_timeout_s": 120.0}  # for the first contact on a machine with other work
-EXTERNAL, LOCAL = "vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"
+LOCAL = "vllm:prefix_cache_hits_total"
 SENT, WAITING = "vllm:disagg_sends_total", "vllm:num_requests_waiting"
 USED = "vllm:kv_cache_usage_perc"
 
@@ -115,20 +115,20 @@ def test_vllm_prefills_and_sglang_decodes(servers: Servers) -> None:
     assert servers.vllm.metric(LOCAL) > before  # prefill had a part of each prompt
     with ThreadPoolExecutor(len(asked)) as pool:
         check(expected, list(pool.map(proxy.complete, asked)))
-    assert servers.vllm.metric(EXTERNAL) == 0
+    assert servers.vllm.num_moved() == 0
 
 
 def test_sglang_prefills_and_vllm_decodes(servers: Servers) -> None:
     """No token but the last is computed by vLLM. The second time it has some of them in its own cache."""
     asked = prompts(LENGTHS, seed=32)
     proxy, expected, vllm = servers.proxies["sglang to vllm"], servers.expected[32], servers.vllm
-    external, local = vllm.metric(EXTERNAL), vllm.metric(LOCAL)
+    moved, local = vllm.num_moved(), vllm.metric(LOCAL)
     check(expected, [proxy.complete(prompt) for prompt in asked])
-    assert (vllm.metric(EXTERNAL) - external, vllm.metric(LOCAL) - local) == (NUM_TOKENS, 0)
+    assert (vllm.num_moved() - moved, vllm.metric(LOCAL) - local) == (NUM_TOKENS, 0)
     with ThreadPoolExecutor(len(asked)) as pool:
         check(expected, list(pool.map(proxy.complete, asked)))
-    external, local = vllm.metric(EXTERNAL) - external, vllm.metric(LOCAL) - local
-    assert external + local == 2 * NUM_TOKENS
+    moved, local = vllm.num_moved() - moved, vllm.metric(LOCAL) - local
+    assert moved + local == 2 * NUM_TOKENS
     assert local > 0
     assert vllm.metric("vllm:disagg_failed_loads_total") == 0
 
@@ -176,7 +176,7 @@ def decode_on_sglang(servers: Servers, prompt: list[int], at: Prefilled) -> Repl
 def test_sglang_prefills_before_or_after_vllm_is_asked(servers: Servers) -> None:
     """Without the proxy, which asks both at once. Each of them waits for the other."""
     prefill, vllm = servers.sglang_prefill, servers.vllm
-    external = vllm.metric(EXTERNAL)
+    moved = vllm.num_moved()
     for vllm_is_first, prompt, expected in zip((True, False), prompts(SEEDS[33], seed=33), servers.expected[33], strict=True):
         met, params = meeting(servers)
         ask_prefill = partial(prefill.complete, prompt, stream=False, **met)
@@ -191,8 +191,8 @@ def test_sglang_prefills_before_or_after_vllm_is_asked(servers: Servers) -> None
                 prefill.wait_queued("prefill_bootstrap")
                 answered = pool.submit(ask_vllm)
             check([expected], [answered.result()])
-        external += len(prompt) - 1
-        assert vllm.metric(EXTERNAL) == external
+        moved += len(prompt) - 1
+        assert vllm.num_moved() == moved
 
 
 def meeting(servers: Servers) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -297,15 +297,40 @@ def test_keys(start: Callable[..., Engine], tmp_path: Path) -> None:
     assert num_external(refused) == [0, 0]
 
 
+LOGGED: list[str] = []
+
+
+def log_here(_: object) -> None:
+    """In an engine's process: note what this library logs."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: LOGGED.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("disagg").addHandler(handler)
+
+
+def logged(_: object) -> list[str]:
+    """In an engine's process: what was noted."""
+    return LOGGED
+
+
 def test_servers_of_different_models(start: Callable[..., Engine]) -> None:
-    """They refuse each other, and decode answers alone at once. Prefill gives blocks back that nobody takes."""
+    """They refuse each other, and decode answers alone at once. Prefill keeps the blocks of each request for `hold_s`, and says
+    once why nobody takes them.
+    """
     prefill, decode = start("deepseek-v2", extra={"hold_s": 3.0}), start("llama", extra={"load_timeout_s": 60.0})
-    asked = prompts((100, 200), seed=28)
-    found = hand_over(prefill.wait_ready(), decode.wait_ready(), asked, max_tokens=4)
-    check_equal(decode.generate(asked, max_tokens=4), found)
-    wait_empty(prefill)
-    assert num_external(found) == [0, 0]
+    prefill.wait_ready().run(log_here)
+    decode.wait_ready()
+    for number in range(3):
+        asked = prompts((100, 200), seed=28 + number)
+        begun_s = time.monotonic()
+        found = hand_over(prefill, decode, asked, max_tokens=4)
+        check_equal(decode.generate(asked, max_tokens=4), found)
+        assert num_external(found) == [0, 0]
+        wait_empty(prefill)
+        assert time.monotonic() - begun_s > 3.0
     wait_empty(decode)
+    said = prefill.run(logged)
+    assert sum("rejected a hello: model: 'llama' at " in line for line in said) == 1, said
+    assert [line.rpartition(": ")[2] for line in said if line.startswith("request ")] == ["no server took it within 3 s"] * 6
 
 
 def give_up_all_that_finish(core: Any) -> None:

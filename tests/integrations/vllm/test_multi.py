@@ -18,6 +18,7 @@ from tests.integrations.vllm.requests import check_equal, hand_over, num_externa
 
 LENGTHS = (40, 149, 500)
 BLOCK = 32
+HITS = "vllm:prompt_tokens_cached_by_source_total"
 
 
 def in_memory(_: Path) -> dict[str, Any]:
@@ -60,6 +61,25 @@ def test_beside_another_connector(
         assert decode.counts["failed_loads"] == 0
 
 
+@pytest.mark.parametrize(("outer", "inner"), [("recompute", "fail"), ("fail", "recompute")])
+def test_the_outer_policy_decides(start: Callable[..., Engine], outer: str, inner: str) -> None:
+    """What becomes of a failed load: decode computes the request, or ends it with an error."""
+    prefill = start(block_size=BLOCK)
+    children = [{**OURS, "kv_load_failure_policy": inner}, OFFLOADING]
+    policy = {"kv_load_failure_policy": outer}
+    decode = start(connector="MultiConnector", extra={"connectors": children}, transfer=policy, block_size=64)
+    (prompt,) = prompts((149,), seed=42)
+    (first,) = prefill.wait_ready().generate([prompt], params=PREFILL)
+    decode.wait_ready()
+    prefill.kill()
+    found, alone = decode.generate([prompt], params=first.params, max_tokens=6), decode.generate([prompt], max_tokens=6)
+    assert decode.counts["failed_loads"] == 1
+    assert (found[0].num_external, found[0].finish_reason) == (0, "length" if outer == "recompute" else "error")
+    if outer == "recompute":
+        check_equal(alone, found)
+    wait_empty(decode)
+
+
 def wait_logged(server: Server, text: str) -> str:
     """The log of a server once it has this text. Statistics are printed every 10 s."""
     until = time.monotonic() + 60
@@ -70,8 +90,8 @@ def wait_logged(server: Server, text: str) -> str:
 
 
 def test_servers(model: Callable[[str], Path]) -> None:
-    """They print statistics, and no line for a request that was served. The outer policy decides what becomes of a failed load:
-    here the request ends with an error, and the server goes on. vLLM counts failed loads as hits, but not by source.
+    """They print statistics, and no line for a request that was served. A request whose load fails ends with an error here, and
+    the server goes on. vLLM counts failed loads as hits, also by the source of hits, but not as tokens that have arrived.
     """
     children = [{**OURS, "kv_load_failure_policy": "recompute"}, OFFLOADING]
     config: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
@@ -94,7 +114,7 @@ def test_servers(model: Callable[[str], Path]) -> None:
         assert found == expected[:-1]
         num_tokens = sum(length - 1 for length in LENGTHS)
         assert decode.num_moved() == num_tokens
-        assert decode.metric("vllm:prompt_tokens_cached_by_source_total", label='source="p2p"') == num_tokens
+        assert decode.metric(HITS, label='source="p2p"') == num_tokens
         for server in (prefill, decode):
             assert "outcome=" not in wait_logged(server, "DisaggConnector={")
         prefill.kill()
@@ -105,3 +125,4 @@ def test_servers(model: Callable[[str], Path]) -> None:
         assert decode.metric("vllm:kv_cache_usage_perc") == 0
         assert decode.num_moved() == num_tokens
         assert decode.metric("vllm:external_prefix_cache_hits_total") == num_tokens + 69
+        assert decode.metric(HITS, label='source="p2p"') == num_tokens + 69

@@ -32,10 +32,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from disagg import new_request_id
 from disagg.core.rows import Slot
+from disagg.integrations.handoff import Payload
 from disagg.integrations.vllm.groups import Kind, read_groups
 from disagg.integrations.vllm.kept import Keeper
 from disagg.integrations.vllm.layout import Cache
-from disagg.integrations.vllm.metadata import Load, RankAddress, StepMetadata, WorkerReport
+from disagg.integrations.vllm.metadata import Chunk, Finish, Load, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.integrations.vllm.scheduler import SchedulerHalf
@@ -98,6 +99,23 @@ class Memory:
             else:
                 self.write(cache, own, tokens, start, stop)
 
+    def check_sent(self, part: Chunk | Finish, tokens: Sequence[int], stop: int, *, window_page: int) -> None:
+        """What the workers read of a part that is sent is whole: the tokens of a chunk, and at the end the windows and the
+        states that decode needs after the first `stop` tokens.
+        """
+        found, start = digests(tokens), part.start if isinstance(part, Chunk) else 0
+        for cache in self.caches:
+            if cache.group.is_incremental is not isinstance(part, Chunk):
+                continue
+            rows = cache.rows(part.blocks[cache.group.index], start=start)
+            if isinstance(rows, Slot):
+                assert self.written.get(rows.id) == {stop: found[stop]}, stop
+                continue
+            first = start if isinstance(part, Chunk) else cache.group.needed(0, stop, window_page=window_page)[0]
+            for at in range(first, stop):
+                page = int(rows.ids[(at - rows.first_token) // BLOCK])
+                assert self.written.get(page, {}).get(at) == found[at + 1], (cache.group.kind, at, stop)
+
     def check_found(self, request: Request, blocks: Sequence[Sequence[Any]]) -> None:
         """What other requests would find of the blocks of a request is whole."""
         for cache, own in zip(self.caches, blocks, strict=True):
@@ -111,6 +129,11 @@ class Memory:
 def digests(tokens: Sequence[int]) -> list[int]:
     """Of each beginning of some tokens."""
     return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=0))
+
+
+def prompt(num_tokens: int, text: int = 0) -> list[int]:
+    """The beginning of a text."""
+    return [(text * 31 + at) % 251 for at in range(num_tokens)]
 
 
 @dataclass
@@ -134,7 +157,7 @@ class Server:
     def add(self, num_tokens: int, params: Mapping[str, Any], *, max_tokens: int = 2, text: int = 0) -> Request:
         request = Request(
             request_id=f"request-{next(NUMBERS)}",
-            prompt_token_ids=[(text * 31 + at) % 251 for at in range(num_tokens)],
+            prompt_token_ids=prompt(num_tokens, text),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}),
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK, sha256),
@@ -150,6 +173,7 @@ class Server:
             self.memory.load(*self.loading.pop(name), fails=name in done.get("failed_recving", ()))
         planned = self.scheduler.schedule()
         names = list(planned.num_scheduled_tokens)
+        known = {name: self.scheduler.requests[name].num_tokens for name in names}
         for name in names:
             blocks = self.scheduler.kv_cache_manager.get_block_ids(name)
             self.memory.compute(self.scheduler.requests[name], blocks, planned.num_scheduled_tokens[name])
@@ -158,7 +182,9 @@ class Server:
         computed = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[7]] * len(names),
+            sampled_token_ids=[
+                [7] if self.scheduler.requests[name].num_computed_tokens >= known[name] else [] for name in names
+            ],
             kv_connector_output=KVConnectorOutput(**done) if done else None,
         )
         outputs = self.scheduler.update_from_output(planned, computed)
@@ -191,10 +217,12 @@ Start = Callable[..., Server]
 
 @pytest.fixture
 def server(model: Callable[[str], Path]) -> Start:
-    """Makes a scheduler with so many blocks."""
+    """Makes a scheduler with so many blocks. A step computes at most `budget` tokens."""
     init_none_hash(sha256)
 
-    def make(num_blocks: int = 64, policy: str = "recompute", specs: Sequence[KVCacheSpec] = (FULL,)) -> Server:
+    def make(
+        num_blocks: int = 64, policy: str = "recompute", specs: Sequence[KVCacheSpec] = (FULL,), budget: int | None = None
+    ) -> Server:
         config = EngineArgs(
             model=str(model("llama")),
             dtype="float32",
@@ -225,6 +253,9 @@ def server(model: Callable[[str], Path]) -> Start:
             block_size=BLOCK,
             log_stats=True,
         )
+        if budget is not None:
+            made.max_num_scheduled_tokens = budget
+        made.num_lookahead_tokens = max(group.num_scratch for group in read_groups(caches))
         return Server(made, caches)
 
     return make
@@ -429,6 +460,7 @@ MIXES: dict[str, tuple[KVCacheSpec, ...]] = {
     "windows and states": (FULL, WINDOW, recurrent()),
 }
 LENGTHS = (2, 32, 33, 64, 65, 97, 161, 200)
+NEAR_BORDERS = (2, 32, 33, 34, 64, 65, 66, 97, 161, 200)
 
 
 @pytest.mark.parametrize("window_page", [1, 64])
@@ -448,3 +480,41 @@ def test_what_is_found_after_a_load_is_whole(server: Start, mix: str, window_pag
                 num_found += decode.run(decode.add(more, params, max_tokens=40, text=text))
     assert num_found > 0
     decode.check_empty()
+
+
+@pytest.mark.parametrize("first_token", [False, True], ids=["", "first token"])
+@pytest.mark.parametrize("budget", [20, 50, 512], ids="{} tokens a step".format)
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_is_sent_is_of_the_tokens_that_the_handover_says(server: Start, mix: str, budget: int, first_token: bool) -> None:
+    """When the workers read it, and for as long as they may: another request is computed meanwhile. The second time vLLM finds
+    a part of the prompt in its cache.
+    """
+    prefill = server(num_blocks=48, specs=MIXES[mix], budget=budget)
+    num_found = 0
+    for text, length in enumerate(NEAR_BORDERS):
+        tokens, num_sent = prompt(length, text), length if first_token else length - 1
+        for _ in range(2):
+            request = prefill.add(length, {**PREFILL, "first_token": first_token}, max_tokens=5, text=text)
+            finishes: list[Finish] = []
+            answers: list[Any] = []
+            chunks: list[Chunk] = []
+            while not (finishes and answers):
+                told, _, outputs = prefill.step()
+                for chunk in told.chunks:
+                    prefill.memory.check_sent(chunk, tokens, chunk.stop, window_page=BLOCK)
+                chunks, finishes, answers = chunks + told.chunks, finishes + told.finishes, answers + outputs
+            (finish,), (answer,) = finishes, answers
+            borders = [0, *(chunk.stop for chunk in chunks)]
+            assert [chunk.start for chunk in chunks] == borders[:-1]
+            assert borders[-1] == num_sent
+            assert Payload.decode(finish.payload).num_tokens == answer.kv_transfer_params["remote_num_tokens"] == num_sent
+            page = answer.kv_transfer_params["remote_window_page"]
+            num_found += answer.prefill_stats.num_local_cached_tokens
+            prefill.memory.check_sent(finish, tokens, num_sent, window_page=page)
+            prefill.run(prefill.add(200, {}, max_tokens=40, text=100 + text))
+            prefill.memory.check_sent(finish, tokens, num_sent, window_page=page)
+            for chunk in chunks:
+                prefill.memory.check_sent(chunk, tokens, chunk.stop, window_page=page)
+            prefill.step(finished_sending={request.request_id})
+    assert num_found > 0
+    prefill.check_empty()
