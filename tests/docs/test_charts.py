@@ -39,7 +39,7 @@ def check_that_it_shows(source: str, name: str, *, root: Path) -> None:
     before = file.read_text()
     changed = json.loads(before)
     if "load" in changed:
-        changed["load"][0]["disagg_rps"] += 10
+        changed["load"][0]["both_rps"] += 10
     elif "rows" in changed:
         changed["rows"][0]["equal"] -= 1
     else:
