@@ -37,8 +37,8 @@ class Options(ServerConfig, frozen=True, kw_only=True):
     max_hold_s: Annotated[
         Seconds,
         meaning(
-            "The longest that prefill keeps them while the request waits in decode's queue, and that decode waits for a request "
-            "that prefill has.",
+            "The longest that prefill keeps them while the request waits in decode's queue, and that decode waits for a "
+            "request that prefill has.",
             metavar="SECONDS",
         ),
     ] = 600.0
