@@ -73,7 +73,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     direct_between_hosts: Annotated[
         bool,
-        meaning("Let peers of other hosts write rows; those of a peer that ends meanwhile stay out of use until a restart."),
+        meaning("Let peers on other hosts write rows; those of a peer that ends while writing stay unused until a restart."),
     ] = False
     verify: Annotated[
         Verify,

@@ -51,7 +51,7 @@ from scripts.docs_figures import (  # noqa: E402
 from tests.integrations.cross import cases as cross  # noqa: E402
 from tests.integrations.sglang.recipes import RECIPES  # noqa: E402
 from tests.support import grid  # noqa: E402
-from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
+from tests.support.architectures import CASES, IN_EXAMPLES, IN_VLLM, NESTED  # noqa: E402
 
 RANK_FLAGS = [each.flag for each in settings(RankConfig) if each.key != "role"]
 """The options of the commands of ranks that are settings too."""
@@ -241,6 +241,8 @@ def described() -> Iterator[str]:
         + "; ".join(f"{', '.join(names)} (`{text}`)" for text, names in by_decoder.items())
         + "."
     )
+    yield ""
+    yield f"**Described and tested in vLLM** ({len(IN_VLLM)}): {_names(IN_VLLM)}."
 
 
 def refused() -> Iterator[str]:

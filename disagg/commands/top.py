@@ -200,7 +200,7 @@ def shown(urls: Sequence[str], before: Sequence[Sample | None], now: Sequence[Sa
 def top(*, urls: tuple[str, ...], interval: float, timeout: float, once: bool) -> None:
     """Show the requests, rates, health and problems of ranks, from the metrics that each serves at URL.
 
-    `send` and `recv` are requests under way, `p50` and `p99` the time that requests took which ended in the interval, and
+    `send` and `recv` are requests in progress, `p50` and `p99` the times of requests that ended in the interval, and
     `MB/s` the rate at which bytes are written to peers.
     """
     for url in urls:

@@ -22,7 +22,7 @@ class ServerConfig(Config, frozen=True, kw_only=True):
 
     model: Annotated[
         str | None,
-        meaning("Identity of the model, the same on both sides, in place of its type and the description in its config.json."),
+        meaning("The model's identity, the same on both sides, instead of its type and the description in its config.json."),
     ] = None
 
 
@@ -32,21 +32,20 @@ class Options(ServerConfig, frozen=True, kw_only=True):
     trusted_keys: Annotated[tuple[str, ...], meaning("Public keys of the other servers, if this one has keys.")] = ()
     hold_s: Annotated[
         Seconds,
-        meaning("How long prefill keeps a request's blocks for decode that does not ask for them.", metavar="SECONDS"),
+        meaning("How long prefill keeps a request's blocks if decode does not ask for them.", metavar="SECONDS"),
     ] = 60.0
     max_hold_s: Annotated[
         Seconds,
         meaning(
-            "How long prefill keeps them in all while decode's queue still wants them, and how long decode keeps its own while "
-            "prefill has the request.",
+            "The longest that prefill keeps them while the request waits in decode's queue, and that decode waits for a "
+            "request that prefill has.",
             metavar="SECONDS",
         ),
     ] = 600.0
     load_timeout_s: Annotated[
         Seconds,
         meaning(
-            "How long decode waits for the state of a request that was prefilled, or that prefill has not got, before it "
-            "computes it.",
+            "How long decode waits for a request that was prefilled, or that prefill does not have, before it computes it.",
             metavar="SECONDS",
         ),
     ] = 30.0
@@ -56,10 +55,10 @@ class Options(ServerConfig, frozen=True, kw_only=True):
     ] = 120.0
     kept_share: Annotated[
         Share,
-        meaning("At most this share of a server's blocks holds such requests; the oldest goes first."),
+        meaning("The largest share of a server's blocks that such requests hold; the oldest goes first."),
     ] = 0.25
     bootstrap_port: Annotated[
-        int | None, meaning("Where the proxies of MooncakeConnector ask for this server's name.", metavar="PORT")
+        int | None, meaning("The port at which MooncakeConnector's proxies ask for this server's name.", metavar="PORT")
     ] = None
 
     @classmethod

@@ -29,10 +29,10 @@ class ConnectionState(State):
 
 
 class ConnectionStep(State):
-    CALLED = "something calls for a hello"
+    CALLED = "a hello is needed"
     REJECTED = "one side refuses the other for good"
     WELCOMED = "the peer's welcome arrived"
-    CONFIRMED = "a connection that the peer opened is there"
+    CONFIRMED = "the peer has opened a connection"
     ENDED = "the connection that the peer opened has ended"
     DROPPED = "this generation of the connection is over"
 

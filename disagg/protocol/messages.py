@@ -67,12 +67,12 @@ class Lending(msgspec.Struct, frozen=True):
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
-    """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process: the highest
-    number wins. `generation` counts the connections that either side gave up, to the peer's process at `peer_epoch` (0: to none
-    yet). Ranks of the same instance send their address to their leader. `leader` is the address of the instance's leader, for a
-    peer that admits instances which it was not told of. `again`: the connection that the receiver had opened has ended, so the
-    sender waits for its hello on another. `to` is the instance and rank that the sender expects at the address; any other rank
-    rejects the hello. `packs`: whether the sender can fill slots.
+    """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process; the highest
+    wins. `generation` counts the connections to the peer's process at `peer_epoch` (0: none yet) that either side gave
+    up. Ranks of the same instance send `address` to their leader. `leader` is the address of the instance's leader, for
+    peers that admit unknown instances. `again`: the receiver's connection has ended, so the sender waits for its hello on
+    another. `to` is the instance and rank that the sender expects at the address; any other rank rejects the hello.
+    `packs`: the sender can fill slots.
     """
 
     version: int
@@ -93,8 +93,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
-    """The answer to an accepted hello of that `generation`: this rank, what it owns, where its memory is, its engine's
-    endpoint, and what it lends. If not `direct`, only slots that were lent may be written, and no rows.
+    """The answer to an accepted hello of this `generation`: this rank's layout table, memory, engine endpoint and lent slots.
+    Unless `direct`, the peer may write only lent slots, no rows.
     """
 
     version: int
@@ -115,8 +115,8 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
 
 
 class Writing(Message, frozen=True, tag="writing", kw_only=True):
-    """By which of its engines this rank, at this epoch and generation of its connection, writes to the receiver. Said once,
-    before the first write.
+    """The engine with which this rank writes to the receiver at this epoch and generation. Sent once, before the first
+    write.
     """
 
     engine: Name
@@ -125,14 +125,14 @@ class Writing(Message, frozen=True, tag="writing", kw_only=True):
 
 
 class Renew(Message, frozen=True, tag="renew", kw_only=True):
-    """What the sender's last hello on this connection said still holds. Sent now and then while nothing changes, and answered
-    with the same, or with a `reject` that asks for a hello if the answer to a hello would be another now.
+    """The sender's last hello on this connection still holds. Sent at intervals while nothing changes. The answer is another
+    `renew`, or a `reject` that asks for a hello if the answer to a hello would differ now.
     """
 
 
 class Reject(Message, frozen=True, tag="reject", kw_only=True):
     """A refusal: the field, both values, and the reason. `hello_first` asks for a new hello on this connection. `final`: the
-    reason will not pass before one of the two processes is started anew.
+    reason holds until one of the two processes restarts.
     """
 
     field: Name
@@ -163,8 +163,8 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 
 
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
-    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request. `verify`: whether
-    the writer sends checksums. `epoch`: that of the receiver's process (0: not said). `trace`: its span's W3C `traceparent`.
+    """The receiver's rows, and the tokens `[start, stop)` of the request that it needs of each component. `verify`: whether
+    the writer sends checksums. `epoch` is that of the receiver's process (0: not given), `trace` its span's W3C `traceparent`.
     """
 
     source_group: Small
@@ -177,14 +177,14 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
 
 
 class Decline(RequestMessage, frozen=True, tag="decline", kw_only=True):
-    """The receiver needs nothing of this rank, which may not know the receiver yet. Sent once, and not answered."""
+    """The receiver needs nothing from this rank, which may not know the receiver yet. Sent once, and not answered."""
 
     source_group: Small
     destination_group: Small
 
 
 class Wanted(RequestMessage, frozen=True, tag="wanted", kw_only=True):
-    """The receiver still wants the request, and cannot reserve it yet. Sent from time to time, and not answered."""
+    """The receiver still wants the request, but cannot reserve it yet. Sent at intervals, and not answered."""
 
     source_group: Small
 
@@ -240,14 +240,14 @@ class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True):
-    """Slots that hold bytes of this attempt. Each is sent again until a `Lend` lists its loan no more."""
+    """Slots that hold bytes of this attempt. Each is resent until a `lend` no longer lists its loan."""
 
     slots: Many[Filled]
 
 
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
-    """All that the writer sends for this attempt has landed; nothing is in flight. `packed`: of each chunk, the bytes that went
-    through slots; `sums`: the checksums that were asked for; `took`: seconds of the last transfer, by phase.
+    """Everything that the writer sends for this attempt has landed; nothing is in flight. `packed`: the bytes of each chunk
+    that went through slots; `sums`: the requested checksums; `took`: seconds of the last transfer, by phase.
     """
 
     written: Many[Written] = ()
@@ -258,7 +258,7 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
 
 
 class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
-    """Either side ends the attempt, with its first cause. The writer answers with `Drained`, or sends it later."""
+    """Either side ends the attempt and gives the first cause. The writer answers with `drained`, at once or later."""
 
     reason: Reason
     from_writer: bool = False
@@ -278,8 +278,8 @@ class Outcome(RequestMessage, frozen=True, tag="outcome", kw_only=True):
 
 
 class Lend(Message, frozen=True, tag="lend", kw_only=True):
-    """The loans to the writer whose slots are not filled, as far as the receiver knows, each by its number and the slot's
-    address. `newest` is the number of the last loan: an older one that is not listed has been filled or returned.
+    """The writer's loans whose slots are not filled, as far as the receiver knows: number and address of each. `newest` is the
+    number of the last loan; an older one that is not listed has been filled or returned.
     """
 
     loans: Many[tuple[Nonce, SlotAddress]]
@@ -287,9 +287,7 @@ class Lend(Message, frozen=True, tag="lend", kw_only=True):
 
 
 class Borrow(Message, frozen=True, tag="borrow", kw_only=True):
-    """The writer could fill `wanted` slots beside those that it holds. `seen` is the newest loan that it knows. It does not use
-    `returned` loans.
-    """
+    """The writer could fill `wanted` more slots. `seen` is the newest loan that it knows. It does not use `returned` loans."""
 
     wanted: Small
     seen: Nonce
@@ -297,7 +295,7 @@ class Borrow(Message, frozen=True, tag="borrow", kw_only=True):
 
 
 class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
-    """The sender closes, for this reason."""
+    """The sender closes for this reason."""
 
     reason: Reason
 

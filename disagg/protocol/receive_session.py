@@ -43,7 +43,7 @@ class ReceiveState(State):
 
 class ReceiveStep(State):
     READY = "the rows are ready"
-    LANDED = "everything needed has landed, and is to be verified"
+    LANDED = "everything needed has landed, but is not verified yet"
     COVERED = "everything needed is there"
     FAILURE = "something failed"
     QUIET = "every writer is quiet"
@@ -136,9 +136,9 @@ class WriterState(State):
 class WriterStep(State):
     COVERED = "it has written everything, and all is unpacked"
     FAILURE = "the request failed"
-    QUIET = "nothing of it can land any more"
+    QUIET = "none of its writes can land any more"
     PEER_LOST = "the peer is gone"
-    PEER_BACK = "the process that was lost is connected again"
+    PEER_BACK = "the lost process has reconnected"
 
 
 WRITER_TABLE: dict[tuple[WriterState, WriterStep], WriterState] = {

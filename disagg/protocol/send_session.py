@@ -37,7 +37,7 @@ class SendStep(State):
     OUTCOME = "the receiver's outcome arrived"
     PEER_LOST = "the peer is gone"
     DECLINED = "the receiver needs nothing"
-    UNANSWERED = "nobody has answered for long"
+    UNANSWERED = "the receiver has not answered for a long time"
 
 
 SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from disagg.core.errors import ConfigError
@@ -18,6 +20,7 @@ TYPES = {
     *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 }
 DESCRIBED = {*FAMILIES, *MULTIMODAL}
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_type_is_described_or_refused() -> None:
@@ -28,6 +31,17 @@ def test_every_type_is_described_or_refused() -> None:
 def test_every_described_type_is_tested() -> None:
     assert sorted(DESCRIBED - {*CASES, *NESTED, *IN_EXAMPLES, *IN_VLLM}) == []
     assert {*EVERY_RUN, *NESTED.values()} <= set(CASES)
+
+
+def test_the_pages_count_the_types_that_are_described() -> None:
+    described, refused, more = len(TYPES & DESCRIBED), len(TYPES & set(REFUSED)), len(DESCRIBED - TYPES)
+    readme, support = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/support.md"))
+    assert f"{described} of the {len(TYPES)} causal and multimodal model types of transformers" in readme
+    assert f"and {more} more names" in readme
+    assert f"the other {refused} are refused" in readme
+    assert f"Of the {len(TYPES)} causal and multimodal model types of transformers" in support
+    assert f"{described} are described and {refused} are refused" in support
+    assert f"{more} described ones" in support
 
 
 def test_a_refused_type_gives_its_reason() -> None:

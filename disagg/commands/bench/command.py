@@ -255,12 +255,12 @@ def exit_status(rows: Sequence[Row]) -> int:
     "duration_s",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="Measure each case for so long, in place of --repeat.",
+    help="Measure each case for this long, instead of --repeat.",
 )
 @click.option(
     "--latency",
     is_flag=True,
-    help="Print the spread of the requests' latencies in place of rates: one request at a time, without --ceiling.",
+    help="Print the spread of the requests' latencies instead of rates: one request at a time, without --ceiling.",
 )
 @click.option("--ceiling/--no-ceiling", default=True, help="Also measure engine, system and memory alone, between runs.")
 @click.option("--seed", type=int, default=0, help="Seed of the random page ids.")

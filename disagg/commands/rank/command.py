@@ -93,7 +93,7 @@ def _rank_command(role: str) -> click.Command:
         role,
         epilog=EPILOG,
         context_settings={"max_content_width": 120},
-        help=f"Run one {role} rank with its own pools until SIGTERM or SIGINT, which wait for its requests.",
+        help=f"Run one {role} rank with its own pools. SIGTERM and SIGINT end it once its requests have ended.",
     )(command)
 
 

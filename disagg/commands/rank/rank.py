@@ -67,7 +67,7 @@ class RankConfig(Config, frozen=True, kw_only=True):
     drain_s: Annotated[
         float,
         msgspec.Meta(ge=0),
-        meaning("How long requests under way may take to end after SIGTERM or SIGINT; a second one ends it."),
+        meaning("How long to wait for requests in progress after SIGTERM or SIGINT; a second signal ends the wait."),
     ] = 20.0
     driver: Annotated[str | None, meaning("Accept a benchmark's commands at this address.", metavar="ADDRESS")] = None
 
