@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -28,6 +28,9 @@ from disagg.layout.binding import bind
 from disagg.layout.election import elect
 from disagg.layout.plan import make_plan
 from disagg.layout.tables import LayoutTable, layout_table
+
+if not hasattr(kv_cache_utils, "get_kv_cache_groups"):  # they have moved in vLLM 0.33
+    from vllm.v1.core import kv_cache_planning as kv_cache_utils
 
 Cells = Mapping[str, torch.Tensor]
 """The bytes of a cache, as `[page, position, head, byte]` or, for a recurrent state, `[page, ...]` with its own axes."""
@@ -128,7 +131,8 @@ class Server:
         self.layout = KVCacheLayout[self.options["layout"]]
         config = _config(self)
         specs = {layer.name: layer.spec(self.options["tp"], self.options["block_size"]) for layer in layers}
-        self.kv = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 1 << 40)
+        groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+        self.kv = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, 1 << 40)
         self.groups = read_groups(self.kv, dcp=self.options["dcp"])
         self.ranks = [Rank(self, number) for number in range(self.options["tp"])]
         components = [cache.component for cache in self.ranks[0].caches]

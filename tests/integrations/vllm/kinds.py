@@ -126,6 +126,7 @@ def mla(layers: Iterable[int], dim: int = 576, *, dtype: str = "auto", sparse: b
             sliding_window=None,
             indexer=object() if sparse else None,
             non_causal_multi_token_decode=False,
+            topk_buffer_width=None,
         )
         found = MLAAttention.get_kv_cache_spec(layer, _config(block_size, dtype))
         return customize_attention_spec(FlashMLASparseBackend, found) if sparse else found
@@ -191,7 +192,8 @@ def v4(ratios: Sequence[int], *, dtype: str = "fp8_ds_mla", window: int = 128, f
         prefix = f"model.layers.{layer}.attn"
         add(
             f"{prefix}.swa_cache", DeepseekV4SWACache, latents, bounded_replay=False, block_size=64, head_dim=512,
-            dtype=torch_dtype, window_size=window, packed_bytes_per_token=584, packed_page_alignment=576,
+            packed_block_stride_alignment=None, dtype=torch_dtype, window_size=window, packed_bytes_per_token=584,
+            packed_page_alignment=576,
         )  # fmt: skip
         if ratio == 1:
             continue
