@@ -176,7 +176,7 @@ async def _read(asked: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> d
     async with asked as answer:
         text = b""
         async for part in answer.content.iter_any():
-            text = (text + part)[: MAX_NBYTES + 1]
+            text += part
             if len(text) > MAX_NBYTES:
                 raise ValueError(f"an answer of more than {MAX_NBYTES} bytes")
         if answer.status != 200:

@@ -150,8 +150,9 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
 
 def check_windows(queue: Any) -> None:
     """Raise `ConfigError` where SGLang's radix cache would have tokens of a window that nobody fills: with pages of one token
-    it allocates windows for whole prompts, and does not note which of them have arrived. Decode allocates a window from the
-    page before it on, and fills it from its first token on: only decode knows that, not who reads its pages from a storage.
+    it allocates windows for whole prompts, and does not note which of them have arrived. Decode's pages of
+    a window begin up to a page before its first token, and are filled from that token on. Decode knows that; servers that read
+    the pages from a storage do not.
     """
     scheduler = queue.scheduler
     if not scheduler.tp_worker.is_hybrid_swa:

@@ -188,8 +188,8 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
 def _send_cached(
     original: Callable[..., None], scheduler: Any, request: Any, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
-    """SGLang's sending of a chunk, which it has cached before. What the radix cache does not own waits for the next chunk: it
-    frees pages as duplicates if another request has cached the same tokens first, and decode may still read what was sent.
+    """SGLang's sending of a chunk that it has just cached. Pages that the radix cache does not own wait for the next chunk: if
+    another request has cached the same tokens first, SGLang frees them as duplicates, and decode may still be reading them.
 
     Of a draft model's keys the last page of a chunk is not owned, of recurrent state all since the last state that was kept.
     The last chunk is safe: SGLang caches nothing of the request until it has ended.

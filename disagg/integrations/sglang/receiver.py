@@ -20,7 +20,7 @@ from disagg.protocol.types import Event
 from disagg.requests import Receiver
 
 FAILURES = (DisaggError, RuntimeError, ValueError)
-"""What ends a request, not the scheduler: errors of this library, and those of NumPy and PyTorch over what a peer has sent."""
+"""These end one request, not the scheduler: this library's errors, and those that NumPy and PyTorch raise for a peer's data."""
 
 
 class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]

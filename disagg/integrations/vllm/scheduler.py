@@ -83,15 +83,14 @@ def logged(cost: str) -> Iterator[None]:
 @dataclass
 class Prefill:
     """A request that this server computes for another: its first `num_tokens` tokens, of which `num_sent` have been passed to
-    the workers. With `first_token` decode starts from the token that this server draws after them. `is_named`: the proxy has
-    chosen the id, and may ask decode at the same time. `is_ended`: the workers have all that decode gets.
+    the workers. With `first_token` decode starts from the token that this server draws after them. `is_ended`: the workers
+    have all that decode gets.
     """
 
     request: Request
     request_id: bytes
     num_tokens: int
     first_token: bool = False
-    is_named: bool = False
     prompt: str = ""
     attempt: int = 0
     num_sent: int = 0
@@ -190,7 +189,6 @@ class SchedulerHalf:
                 self._step.given_up.append(given)
             return
         request.max_tokens = 1
-        prefill.is_named = given is not None
         self._prefills[request.request_id] = prefill
         self._step.openings.append(Opening(request.request_id, prefill.request_id, prefill.attempt))
 
@@ -253,7 +251,8 @@ class SchedulerHalf:
     def _advance(self, step: StepMetadata, prefill: Prefill, num_done: int) -> None:
         """Send what this step computes of a request: its first `num_done` tokens are computed then."""
         if prefill.attempt != prefill.request.num_preemptions:  # it has lost its blocks, and starts again
-            if prefill.is_named:  # decode knows of the first attempt only, and computes the request itself
+            if transfer_id(prefill.request.kv_transfer_params) is not None:
+                # The proxy may ask decode at the same time: it knows of the first attempt only, and computes the request.
                 self._give_up(prefill.request_id)
                 return
             prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
