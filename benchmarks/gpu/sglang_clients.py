@@ -67,8 +67,9 @@ def measure_all(pairs: Sequence[Pair], alone: Pair | None, plan: Plan) -> Iterat
                 yield table
         asked = [*chosen, *([alone] if alone is not None and alone.other is not None else [])]
         for pair in asked:
-            load(pair, max(plan.clients), plan)
-            freeze(pair)
+            if pair.is_usable and not plan.is_over(f"{tp} -> 1: the load of {pair.name} that does not count"):
+                load(pair, max(plan.clients), plan)
+                attempt(pair, plan, partial(freeze, pair), "freeze_gc")
         for clients in plan.clients:
             rounds: list[dict[str, Any]] = []
             for turn in range(plan.rounds):

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.gpu.vllm_connectors import DECODE_ONLY, OTHERS, exchange
 from benchmarks.gpu.vllm_load import ask_many
@@ -33,6 +33,7 @@ from harness.servers import Server
 NUM_COMPARED = 24
 """Tokens of each answer that are compared."""
 WARM_UP, MOST_FAILURES = 2, 3
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -115,7 +116,7 @@ def ask(pair: Pair, prompt: Sequence[int], *, max_tokens: int, decode: Server | 
     return reply
 
 
-def attempt(pair: Pair, plan: Plan, act: Callable[[], Reply], what: str) -> Reply | None:
+def attempt(pair: Pair, plan: Plan, act: Callable[[], Result], what: str) -> Result | None:
     """The result of `act`; `None` if it fails, which is noted."""
     try:
         return act()

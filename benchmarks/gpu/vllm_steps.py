@@ -50,8 +50,8 @@ from harness.conditions import conditions
 FOLDER = "VLLM_STEPS_FOLDER"
 """The environment variable with the folder to which connectors write."""
 MOMENTS = ("scheduled", "launched", "sampled", "received", "known", "decoding")
-RESIDUE_S = 0.05
-"""Moments later than this after a first token belong to none."""
+PAUSE_S = 0.05
+"""After a request its servers have this long for their last steps, which belong to no other request."""
 
 
 class DisaggConnector(vllm_older.OlderConnector):
@@ -101,7 +101,7 @@ def ask_all(ways: Ways, plan: Plan) -> Iterator[tuple[int, float, float, float]]
         async with aiohttp.ClientSession(timeout=timeout) as session:
             begun_s = time.monotonic()
             reply = await ways.names(is_load=False)[way](session, prompt)
-            await asyncio.sleep(RESIDUE_S)
+            await asyncio.sleep(PAUSE_S)
         return begun_s, reply.begun_s + reply.times_s[0]
 
     for length in plan.lengths:
