@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,7 @@ def vllm_first_tokens() -> Iterator[str]:
         "nothing": "nothing moved, prefill first",
         "nixl": f"{THEIRS}, prefill first",
     }
-    yield f"| ms, prompt tokens | TP | {' | '.join(columns.values())} |"
-    yield f"|---|---|{'---|' * len(columns)}"
-    for row in _read(SERVERS)["rows"]:
-        cells = (f"{row[f'{name}_ms']:.1f}" if f"{name}_ms" in row else "" for name in columns)
-        yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {' | '.join(cells)} |"
+    yield from _times(SERVERS, columns, {"TP": lambda row: _arrow(row["tp"])})
 
 
 def vllm_steps() -> Iterator[str]:
@@ -68,11 +64,18 @@ def vllm_steps() -> Iterator[str]:
         "decoding": "decode's step begins",
         "first_token": "the client has the token",
     }
-    yield f"| ms, prompt tokens | {' | '.join(columns.values())} |"
-    yield f"|---|{'---|' * len(columns)}"
-    for row in _read(STEPS)["rows"]:
-        cells = (f"{row[f'{name}_ms']:.1f}" for name in columns)
-        yield f"| {row['tokens']:,} | {' | '.join(cells)} |"
+    yield from _times(STEPS, columns, {})
+
+
+def _times(file: str, columns: Mapping[str, str], more: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> Iterator[str]:
+    """The rows of a file, in milliseconds: the tokens of the prompt, `more` by its title, and the title of each column."""
+    titles = ("ms, prompt tokens", *more, *columns.values())
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + "---|" * len(titles)
+    for row in _read(file)["rows"]:
+        times = (f"{row[f'{name}_ms']:.1f}" if f"{name}_ms" in row else "" for name in columns)
+        cells = (f"{row['tokens']:,}", *(cell(row) for cell in more.values()), *times)
+        yield f"| {' | '.join(cells)} |"
 
 
 def vllm_recipes() -> Iterator[str]:
