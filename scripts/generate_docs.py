@@ -118,7 +118,7 @@ def integration_settings() -> Iterator[str]:
 
 
 def shaping_rows(table: str) -> Iterator[str]:
-    """A table of `disagg.integrations.shaping`: what is compared and refused first.
+    """A table of `disagg.integrations.shaping`. Rows that are compared or refused come first.
 
     Fields of config.json without a row are compared, so those that do not matter are listed too. Of options they are left out.
     """

@@ -308,7 +308,7 @@ def log_here(_: object) -> None:
 
 
 def logged(_: object) -> list[str]:
-    """In an engine's process: what was noted."""
+    """In an engine's process: the warnings that it has logged."""
     return LOGGED
 
 

@@ -199,8 +199,8 @@ def test_takers_expiry_and_bounds(start: Start) -> None:
 
 
 def test_room_for_others(start: Start, model: Callable[[str], Path]) -> None:
-    """What is kept gives way at once to a request of which vLLM's cache has blocks that it must still take, to one that needs a
-    block more after its load, and to one that needs one for drafts.
+    """Kept requests give way at once: to a request whose cached blocks vLLM must still take, to one that needs another block
+    after its load, and to one that needs a block for drafts.
     """
     draft = {"method": "draft_model", "model": str(model("llama")), "num_speculative_tokens": 3}
     options = {"enable_prefix_caching": True, "max_model_len": 768, "blocks": 16, "extra": {"kept_share": 0.5, "keep_s": 600.0}}
@@ -225,7 +225,7 @@ def test_room_for_others(start: Start, model: Callable[[str], Path]) -> None:
 
 
 def test_given_up_at_once(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    """A request is kept in the step that needs its blocks for another one. Who asks for it is refused, with no warning here."""
+    """A step keeps a request and needs its blocks for another one. Whoever asks for it is refused, without a warning here."""
     options = {"block_size": 64, "max_model_len": 768}
     prefill, decode = start(**options), start(**options, blocks=16, extra={"kept_share": 0.5}).wait_ready()
     text, other, tail = prompts((440, 600, 20), seed=17)

@@ -467,7 +467,7 @@ NEAR_BORDERS = (2, 32, 33, 34, 64, 65, 66, 97, 161, 200)
 @pytest.mark.parametrize("mix", MIXES)
 def test_what_is_found_after_a_load_is_whole(server: Start, mix: str, window_page: int) -> None:
     """After loads that have failed in part as well, and by requests that share a part of the prompt, some of which are handed
-    over. VLLM computes with what it has found and with what was loaded.
+    over. vLLM then computes with the blocks it found and the ones it loaded.
     """
     decode = server(num_blocks=512, specs=MIXES[mix])
     num_found = 0
