@@ -1,5 +1,6 @@
 // Python bindings of token runs, spans, their expansion into columns, and streams.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -57,10 +59,11 @@ std::tuple<NewRunTable, std::optional<Fault>> find_token_runs(std::int64_t start
 
 using Strides = std::tuple<std::uint64_t, std::uint64_t>;
 using Dims = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>;
+using Formats = std::tuple<std::string, std::string, std::string>;
 
 void make_span(Span* self, const Column<std::int64_t>& layers, const Addresses& source_bases,
                const Addresses& destination_bases, const Strides& row_strides, const Strides& token_strides, const Dims& dims,
-               std::uint64_t nbytes, bool dense) {
+               std::uint64_t nbytes, bool dense, const std::optional<Formats>& formats, const std::vector<float>& scales) {
     if (source_bases.shape(0) != layers.shape(0) || destination_bases.shape(0) != layers.shape(0)) {
         throw std::invalid_argument("span: expected a source base and a destination base for each layer");
     }
@@ -69,6 +72,14 @@ void make_span(Span* self, const Column<std::int64_t>& layers, const Addresses& 
     span.row = {1, std::get<0>(row_strides), std::get<1>(row_strides)};
     span.token = {1, std::get<0>(token_strides), std::get<1>(token_strides)};
     for (const auto& [count, source, destination] : dims) span.dims.push_back({count, source, destination});
+    if (formats) {
+        span.conversion = std::apply([](const auto&... each) { return conversion(each...); }, *formats);
+        span.scales = scales;
+        if (scales.size() != span.layers.size()) throw std::invalid_argument("span: expected a scale for each layer");
+        if (nbytes % span.conversion.destination_itemsize != 0) {
+            throw std::invalid_argument("span: expected whole elements, found " + std::to_string(nbytes) + " bytes");
+        }
+    }
     new (self) Span(std::move(span));
 }
 
@@ -181,6 +192,7 @@ void bind_streams(nb::module_& m) {
             nb::kw_only(), "source"_a)
         .def_prop_ro("total", &Stream::total)
         .def_prop_ro("num_pieces", &Stream::num_pieces)
+        .def_prop_ro("converts", &Stream::converts)
         .def("append", &append_to_stream, "spans"_a, "runs"_a.noconvert(), "layers"_a.noconvert().none(),
              "Add spans over their runs, from one thread, before the stream is used. ValueError as for expand.")
         .def("gather", &Stream::gather, nb::call_guard<ReleaseGilToWork>(), "offset"_a, "nbytes"_a, "staging_address"_a,
@@ -208,7 +220,8 @@ void bind_spans(nb::module_& m) {
           "ownership.");
     nb::class_<Span>(m, "Span", "Copies of one shape; immutable.")
         .def("__init__", &make_span, "layers"_a.noconvert(), "source_bases"_a.noconvert(), "destination_bases"_a.noconvert(),
-             nb::kw_only(), "row_strides"_a, "token_strides"_a, "dims"_a, "nbytes"_a, "dense"_a);
+             nb::kw_only(), "row_strides"_a, "token_strides"_a, "dims"_a, "nbytes"_a, "dense"_a,
+             "formats"_a.none() = nb::none(), "scales"_a = std::vector<float>{});
     nb::class_<SharedColumns>(m, "Columns", "Growing, reusable memory of three uint64 columns, for one thread at a time.")
         .def(nb::init<>())
         .def_prop_ro("capacity", [](const SharedColumns& self) { return self.columns.capacity(); });

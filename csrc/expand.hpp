@@ -148,7 +148,7 @@ inline void fill_columns(std::span<const Block> blocks, std::size_t start, std::
 // Writes the copies of `spans[i]` over `runs[i]` to `out`, ordered by bases, then runs, then dims. Copies that are adjacent on
 // both sides are joined, also across layers and spans. If `layers` is given, includes only these. Large batches use up to
 // `num_threads` threads. Throws `std::invalid_argument` for lists of different lengths, a layer without a pair of bases, empty
-// runs, or too many copies; `out` is then unchanged.
+// runs, a span with a conversion, or too many copies; `out` is then unchanged.
 inline void expand(std::span<const Span* const> spans, std::span<const std::span<const TokenRun>> runs,
                    const std::optional<std::span<const std::int64_t>>& layers, std::int64_t num_threads, Columns& out) {
     detail::check_spans(spans, runs);
@@ -162,6 +162,7 @@ inline void expand(std::span<const Span* const> spans, std::span<const std::span
     std::size_t pattern_of = 0;  // the span of the newest pattern
     for (std::size_t k = 0; k < spans.size(); ++k) {
         const Span& span = *spans[k];
+        if (span.conversion.run != nullptr) throw std::invalid_argument("span: expected one without a conversion");
         const bool is_same = k > 0 && !patterns.empty() && detail::same_runs(runs[k], runs[pattern_of]) &&
                              detail::same_shape(span, *spans[pattern_of]);
         if (!is_same) {

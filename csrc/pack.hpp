@@ -32,15 +32,20 @@ enum class Side { kSource, kDestination };
 namespace detail {
 
 // The pieces of one layer on one side, as offsets from its base. Adjacent pieces are joined, whatever the other side has.
+// Lengths are those in the stream. In memory an element may have another size.
 struct Pieces {
+    std::uint64_t in_memory = 1;  // sizes of an element
+    std::uint64_t in_stream = 1;
     std::vector<std::uint64_t> offsets;
     std::vector<std::uint64_t> nbytes;
     std::vector<std::uint64_t> ends;  // in the stream, from the start of the layer
 
     std::uint64_t total() const { return ends.empty() ? 0 : ends.back(); }
 
+    std::uint64_t memory_nbytes(std::uint64_t length) const { return length / in_stream * in_memory; }
+
     void add(std::uint64_t offset, std::uint64_t length) {
-        if (!offsets.empty() && offsets.back() + nbytes.back() == offset) {
+        if (!offsets.empty() && offsets.back() + memory_nbytes(nbytes.back()) == offset) {
             nbytes.back() += length;
         } else {
             offsets.push_back(offset);
@@ -67,8 +72,10 @@ struct Steps {
     std::vector<std::array<std::uint64_t, 2>> dims;  // count, stride
     std::uint64_t nbytes;
     bool dense;
+    Conversion conversion;  // of the source only: the stream has the destination's elements
 
-    Steps(const Span& span, Side side) : nbytes(span.nbytes), dense(span.dense) {
+    Steps(const Span& span, Side side)
+        : nbytes(span.nbytes), dense(span.dense), conversion(side == Side::kSource ? span.conversion : Conversion{}) {
         const auto stride = [side](const Dim& dim) {
             return side == Side::kSource ? dim.source_stride : dim.destination_stride;
         };
@@ -93,11 +100,12 @@ inline Pieces make_pieces(const Span& span, const Steps& steps, std::span<const 
         inner = std::move(next);
     }
     // The pieces of one position, with adjacent ones joined. A `whole` position is one piece without a gap to the next.
-    Pieces position;
+    const Pieces empty{steps.conversion.source_itemsize, steps.conversion.destination_itemsize, {}, {}, {}};
+    Pieces position = empty, pieces = empty;
     for (const std::uint64_t offset : inner) position.add(offset, steps.nbytes);
-    const bool whole = position.offsets.size() == 1 && position.offsets[0] == 0 && position.nbytes[0] == steps.token;
+    const bool whole =
+        position.offsets.size() == 1 && position.offsets[0] == 0 && position.memory_nbytes(position.nbytes[0]) == steps.token;
 
-    Pieces pieces;
     const std::size_t most = steps.dense || whole ? runs.size() : num_unjoined / inner.size() * position.offsets.size();
     pieces.offsets.reserve(most);
     pieces.nbytes.reserve(most);
@@ -110,7 +118,7 @@ inline Pieces make_pieces(const Span& span, const Steps& steps, std::span<const 
         if (steps.dense) {
             for (const std::uint64_t offset : inner) pieces.add(start + offset, length * steps.nbytes);
         } else if (whole) {
-            pieces.add(start, length * steps.token);
+            pieces.add(start, length * position.nbytes[0]);
         } else {
             for (std::uint64_t i = 0; i < length; ++i) {
                 for (std::size_t k = 0; k < position.offsets.size(); ++k) {
@@ -135,9 +143,41 @@ struct StreamBlock {
     std::shared_ptr<const Pieces> pieces;
     std::uint64_t base;
     std::uint64_t start;
+    ConvertRun convert;
+    float scale;
 
     ScatteredPlaces places() const { return {pieces->offsets.data(), base}; }
 };
+
+// Converts `count` bytes of a block's part of the stream, from `from` on, to the memory at `at`. Both ends of the range may lie
+// inside an element.
+inline void convert_range(const StreamBlock& block, Place from, std::uint64_t count, std::uint64_t at) {
+    const Pieces& pieces = *block.pieces;
+    const std::uint64_t size = pieces.in_stream;
+    while (count > 0) {
+        const std::uint64_t length = std::min(pieces.nbytes[from.index] - from.offset, count);
+        const std::uint64_t base = block.base + pieces.offsets[from.index], stop = from.offset + length;
+        const auto source = [&](std::uint64_t offset) {
+            return static_cast<const std::byte*>(pointer(base + pieces.memory_nbytes(offset)));
+        };
+        for (std::uint64_t offset = from.offset; offset < stop;) {
+            const std::uint64_t inside = offset % size, whole = (stop - offset) / size;
+            std::uint64_t done = whole * size;
+            if (inside == 0 && whole > 0) {
+                block.convert(source(offset), static_cast<std::byte*>(pointer(at)), whole, block.scale);
+            } else {
+                std::array<std::byte, 8> element{};
+                done = std::min(size - inside, stop - offset);
+                block.convert(source(offset), element.data(), 1, block.scale);
+                std::memcpy(pointer(at), element.data() + inside, done);
+            }
+            offset += done;
+            at += done;
+        }
+        from = {from.index + 1, 0};
+        count -= length;
+    }
+}
 
 // The addresses of pieces in contiguous memory. Must be called for one piece after the other.
 class Contiguous {
@@ -194,7 +234,8 @@ class Stream {
             const auto& bases = side_ == Side::kSource ? span.source_bases : span.destination_bases;
             for (std::size_t i = 0; i < span.layers.size(); ++i) {
                 if (!chosen.has(span.layers[i])) continue;
-                added.push_back({pieces, bases[i], end});
+                const detail::ConvertRun convert = side_ == Side::kSource ? span.conversion.run : nullptr;
+                added.push_back({pieces, bases[i], end, convert, convert != nullptr ? span.scales[i] : 1});
                 if (__builtin_add_overflow(end, pieces->total(), &end)) {
                     throw std::invalid_argument("nbytes: expected a sum below 2**64");
                 }
@@ -203,11 +244,16 @@ class Stream {
         blocks_.insert(blocks_.end(), added.begin(), added.end());
     }
 
-    // Copies bytes `[offset, offset + nbytes)` of the stream to `staging`. Large copies use up to `num_threads` threads. Throws
+    // Copies bytes `[offset, offset + nbytes)` of the stream to `staging`, and converts the spans that have a conversion. Large
+    // copies use up to `num_threads` threads. Throws
     // `std::out_of_range`, with nothing copied, if the stream is too short.
     void gather(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads) const {
         share(offset, nbytes, staging, num_threads,
               [](const detail::StreamBlock& block, detail::Place from, std::uint64_t count, std::uint64_t at) {
+                  if (block.convert != nullptr) {
+                      detail::convert_range(block, from, count, at);
+                      return;
+                  }
                   const detail::Pieces& pieces = *block.pieces;
                   detail::copy_range<detail::Scattered::kSource, false>(pieces.nbytes, from, count, block.places(),
                                                                         detail::Contiguous(at, pieces.nbytes));
@@ -231,10 +277,16 @@ class Stream {
               });
     }
 
+    // Whether any span of the source is converted: then packing takes more than copies.
+    bool converts() const {
+        return std::any_of(blocks_.begin(), blocks_.end(), [](const auto& block) { return block.convert != nullptr; });
+    }
+
     // Writes to `out` the copies that `gather` or `scatter` would make of that range, one for each piece or part of a piece.
-    // Throws like them, with `out` unchanged.
+    // Throws like them, with `out` unchanged, and `std::invalid_argument` if the stream converts.
     void copies(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, Columns& out) const {
         check(offset, nbytes);
+        if (converts()) throw std::invalid_argument("stream: expected one without conversions");
         std::vector<std::array<std::uint64_t, 3>> found;  // address, at, length
         if (nbytes > 0) {
             walk(offset, nbytes, staging,

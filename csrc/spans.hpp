@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "convert.hpp"
 #include "token_runs.hpp"
 
 namespace disagg {
@@ -25,6 +26,8 @@ struct Dim {
 
 // Copies of one shape: one run of bytes for each pair of bases, each run of tokens, and each step of `dims` (outermost first).
 // A token run of `n` positions is one run of `n * nbytes` where `dense`; otherwise it is `n` runs, `token` strides apart.
+// `nbytes` are those of the destination. With a `conversion` the source has as many elements of another size, and each layer
+// has a scale.
 struct Span {
     std::vector<std::int64_t> layers;
     std::vector<std::uint64_t> source_bases;
@@ -34,6 +37,8 @@ struct Span {
     std::vector<Dim> dims;
     std::uint64_t nbytes = 0;
     bool dense = false;
+    Conversion conversion = {};
+    std::vector<float> scales = {};
 };
 
 // Three columns of one length in one growing, reusable allocation. Pointers into it stay mapped while `memory()` is held, but

@@ -5,16 +5,31 @@ A warp is a loop over 32 lanes. Names are those of the kernels.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from disagg.backends.cuda.work_list import FORMATS, SPAN_WORDS
 from disagg.core.copies import CopyBatch
+from disagg.core.formats import ROUNDINGS
+from disagg.core.memory import ITEMSIZE
 
 WARP = 32
 WORD = 16
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How the numbers of a piece are converted. `head`: bytes of the first number that are before the piece."""
+
+    source: str
+    destination: str
+    rounding: str
+    scale: float
+    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,7 @@ class Piece:
     source: int = 0
     destination: int = 0
     nbytes: int = 0
+    conversion: Conversion | None = None
 
     @property
     def width(self) -> int:
@@ -138,12 +154,21 @@ class _Span:
     dense: bool
     dims: tuple[tuple[int, int, int], ...]
     bases_at: int
+    formats: int
+    scales_at: int
 
     @classmethod
     def read(cls, table: Sequence[int], at: int) -> _Span:
-        nbytes, *strides, dense, num_dims, bases_at = table[at : at + 8]
-        dims = [(table[i], table[i + 1], table[i + 2]) for i in range(at + 8, at + 8 + 3 * num_dims, 3)]
-        return cls(nbytes, (strides[0], strides[1]), (strides[2], strides[3]), bool(dense), tuple(dims), bases_at)
+        nbytes, *strides, dense, num_dims, bases_at, formats, scales_at = table[at : at + SPAN_WORDS]
+        begin = at + SPAN_WORDS
+        dims = tuple((table[i], table[i + 1], table[i + 2]) for i in range(begin, begin + 3 * num_dims, 3))
+        row, token = (strides[0], strides[1]), (strides[2], strides[3])
+        return cls(nbytes, row, token, bool(dense), dims, bases_at, formats, scales_at)
+
+    def conversion(self, scale: int) -> Conversion:
+        """The conversion, with the bits of its scale."""
+        source, destination = (FORMATS[self.formats >> shift & 255] for shift in (8, 16))
+        return Conversion(source, destination, ROUNDINGS[self.formats >> 1 & 3], float(np.uint32(scale).view(np.float32)))
 
 
 @dataclass(frozen=True)
@@ -203,6 +228,9 @@ class _Tile:
         self._prefix = words[part.prefix_at : part.prefix_at + part.num_runs + 1]
         chosen = ordinal if part.bases_at == 2**32 - 1 else words[part.bases_at + ordinal]
         self._base = self._span.bases_at + 2 * chosen
+        # What is unpacked has been converted.
+        converts = self._span.formats and not launch.linear_source
+        self._conversion = self._span.conversion(self._table[self._span.scales_at + chosen]) if converts else None
         self._stream = part.stream_begin + ordinal * part.base_nbytes
         low = within * launch.tile
         high = min(low + launch.tile, part.base_nbytes)
@@ -273,4 +301,9 @@ class _Tile:
         end, floor = begin + nbytes, max(self._least - begin, 0)
         start = max(cut(begin, end, destination, self._low), floor)
         stop = max(min(self._high, end) - begin if self._last else cut(begin, end, destination, self._high), start)
-        return Piece(source + start, destination + start, stop - start)
+        rule = self._conversion
+        if rule is None:
+            return Piece(source + start, destination + start, stop - start)
+        numbers, head = divmod(start, ITEMSIZE[rule.destination])
+        source += numbers * ITEMSIZE[rule.source]
+        return Piece(source, destination + start, stop - start, dataclasses.replace(rule, head=head))

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
+MAX_LOGGED = 256
+"""Ways to reach peers of which it is known that the log has them."""
+
 
 class AutoDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The endpoint of each of a process's engines, by name."""
@@ -80,6 +83,7 @@ class AutoBackend:
         self._staging = staging
         self._regions: tuple[MemoryRegion, ...] = ()
         self._used: list[Backend] = []
+        self._logged: set[str] = set()
 
     @property
     def engines(self) -> Sequence[str]:
@@ -143,13 +147,19 @@ class AutoBackend:
         raise PeerUnreachable(f"backend auto: no engine reaches the peer: {'; '.join(reasons)}")
 
     def _report(self, engine: Backend, reasons: Sequence[str], *, on_this_host: bool) -> None:
-        """Log how a peer is reached: a warning if not by the first choice, except that `cma` reaches no other host."""
+        """Log how peers are reached, once for each way: a warning if not by the first choice, except that `cma` reaches no
+        other host.
+        """
         if engine not in self._used:
             self._used.append(engine)
         expected = not on_this_host and all(reason.startswith("cma: ") for reason in reasons)
-        level = logging.WARNING if reasons and not expected else logging.INFO
         because = f" ({'; '.join(reasons)})" if reasons else ""
-        logger.log(level, "backend auto: the peer is reached by %s over %s%s", engine.name, engine.transport, because)
+        how = f"backend auto: peers are reached by {engine.name} over {engine.transport}{because}"
+        if how not in self._logged:
+            if len(self._logged) >= MAX_LOGGED:  # a reason may have a peer's words in it
+                self._logged.clear()
+            self._logged.add(how)
+            logger.log(logging.WARNING if reasons and not expected else logging.INFO, "%s", how)
 
     def engine_to(self, peer: RemotePeer) -> str:
         return _own(peer, AutoPeer).engine.name

@@ -63,7 +63,10 @@ class Span:
 
     Strides are pairs `(source, destination)` in bytes; `dims` are `(count, source_stride, destination_stride)`, outermost
     first. A token run of `n` positions is one run of `n * nbytes` if `dense`; otherwise it is `n` runs, `token_strides` apart.
-    Immutable. Raises `ValueError` for columns of different lengths.
+    With `formats`, a stream of the source converts: `(source dtype, destination dtype, rounding)`, as in `disagg.core.formats`.
+    `nbytes` and `dense` are then those of the destination, and each layer has a scale in `scales`, by which numbers are divided
+    on their way into a format of 8 bits, and multiplied on their way out of one. Immutable. Raises `ValueError` for columns of
+    different lengths, formats without a rule between them, and `nbytes` that are not whole elements.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Span:
         dims: Sequence[tuple[int, int, int]],
         nbytes: int,
         dense: bool,
+        formats: tuple[str, str, str] | None = None,
+        scales: Sequence[float] = (),
     ) -> None: ...
 
 class Columns:
@@ -121,6 +126,10 @@ class Stream:
     def num_pieces(self) -> int:
         """The number of copies that one pass over the whole stream makes. Passes over parts of it make more."""
 
+    @property
+    def converts(self) -> bool:
+        """Whether `gather` converts any of it."""
+
     def append(
         self, spans: Sequence[Span], runs: Sequence[npt.NDArray[np.int64]], layers: npt.NDArray[np.int64] | None
     ) -> None:
@@ -130,7 +139,8 @@ class Stream:
         """
 
     def gather(self, offset: int, nbytes: int, staging_address: int, num_threads: int = 1) -> None:
-        """Copy bytes `[offset, offset + nbytes)` of the stream to `staging_address`, on up to `num_threads` threads.
+        """Copy bytes `[offset, offset + nbytes)` of the stream to `staging_address`, on up to `num_threads` threads. Spans with
+        formats are converted.
 
         Raises `IndexError`, with nothing copied, if the stream is too short.
         """
@@ -144,7 +154,8 @@ class Stream:
     def copies(self, offset: int, nbytes: int, staging_address: int) -> tuple[_Addresses, _Addresses, _Addresses]:
         """The copies that `gather` or `scatter` would make, in order: `(source, destination, nbytes)`.
 
-        There is one for each piece or part of a piece in the range. Raises like `gather`.
+        There is one for each piece or part of a piece in the range. Raises like `gather`, and `ValueError` if the stream
+        converts.
         """
 
 class Regions:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from disagg.core import _native
 from disagg.core.copies import Addresses
+from disagg.core.memory import ITEMSIZE
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,7 +28,8 @@ class SpanShape:
     Pairs are `(source, destination)`. `source_bases` and `destination_bases` are uint64 `[bases]`. Strides are in bytes.
     `dims` are `(count, source_stride, destination_stride)`, outermost first. A token run of `n` positions is one run of
     `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. `num_rows` are the rows of the two pools,
-    and `positions` the positions in one row.
+    and `positions` the positions in one row. With `formats`, the dtypes of source and destination and the rounding,
+    numbers are converted with the scale of each base; `nbytes` are the destination's.
     """
 
     source_bases: Addresses
@@ -39,6 +41,8 @@ class SpanShape:
     dense: bool
     num_rows: tuple[int, int]
     positions: tuple[int, int]
+    formats: tuple[str, str, str] | None = None
+    scales: tuple[float, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -47,14 +51,22 @@ class SpanShape:
 
     def extents(self, side: int) -> tuple[Addresses, int]:
         """The memory of one side (0: source) that requests can reach: its first addresses, and the bytes from each."""
-        inner = self.nbytes + sum((dim[0] - 1) * dim[1 + side] for dim in self.dims)
+        nbytes = self.nbytes
+        if self.formats is not None and side == 0:
+            nbytes = nbytes // ITEMSIZE[self.formats[1]] * ITEMSIZE[self.formats[0]]
+        inner = nbytes + sum((dim[0] - 1) * dim[1 + side] for dim in self.dims)
         rows, positions = self.num_rows[side] - 1, self.positions[side] - 1
-        nbytes = rows * self.row_strides[side] + positions * self.token_strides[side] + inner
-        return (self.source_bases, self.destination_bases)[side], nbytes
+        extent = rows * self.row_strides[side] + positions * self.token_strides[side] + inner
+        return (self.source_bases, self.destination_bases)[side], extent
 
 
 class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
     """Span classes, by number."""
+
+    @cached_property
+    def convert(self) -> bool:
+        """Whether numbers of any span class are converted."""
+        return any(shape.formats is not None for shape in self)
 
     @cached_property
     def sizes(self) -> _native.SpanSizes:

@@ -155,7 +155,12 @@ class Agreement:
         )
 
     def checksum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, ChecksumPlan]:
-        """What this rank checks of what it writes to `rank`, by component."""
+        """What this rank checks of what it writes to `rank`, by component. Raises `LayoutError` for a component that is
+        converted: the numbers of both sides have other bits.
+        """
+        for name, roles in self.outgoing.converted:
+            what = f"component {name!r}, tensor {roles[0]!r}"
+            raise LayoutError(f"{what}: expected verify='off', since it is converted on its way")
         ours = (local.topology.group_rank, local.table, local.placements)
         return writer_plans(self.outgoing, source=ours, destination=(rank % self.group_size, self.table, placements))
 

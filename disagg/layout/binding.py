@@ -123,6 +123,8 @@ def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
             dense=span.dense,
             num_rows=(plan.source.num_rows, plan.destination.num_rows),
             positions=tuple(1 if space.tokens is None else space.page_size // span.granule for space in spaces),  # type: ignore[arg-type]
+            formats=span.formats,
+            scales=span.scales,
         )
         for span in plan.spans
     )

@@ -20,7 +20,7 @@ import numpy as np
 from disagg.core.errors import LayoutError
 from disagg.layout.encoding import encode
 from disagg.layout.ownership import Interval, Owned, Periodic, Share
-from disagg.layout.tables import Axis, ComponentLayout, LayoutTable, TensorLayout, agreed_components
+from disagg.layout.tables import Axis, ComponentLayout, LayoutTable, TensorLayout, agreed_components, converted
 
 Box = tuple[Interval, ...]
 """One interval on each inner axis of a tensor, in the destination layout's order of axes."""
@@ -61,11 +61,14 @@ class Flow(msgspec.Struct, frozen=True):
     layers: tuple[int, ...]
 
 
-class Election(msgspec.Struct, frozen=True, dict=True):
-    """One writer for each destination byte, as flows between group ranks."""
+class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
+    """One writer for each destination byte, as flows between group ranks. `converted`: the roles, by component, whose numbers
+    the destination holds in another format.
+    """
 
     components: tuple[str, ...]
     flows: tuple[Flow, ...]
+    converted: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @cached_property
     def digest(self) -> bytes:
@@ -107,7 +110,9 @@ def elect(source: LayoutTable, destination: LayoutTable) -> Election:
             component = rank.by_name.get(name)
             if component is not None:
                 _elect_component(reader, component, holders[name], turns, flows, steps)
-    return Election(names, tuple(Flow(*key, tuple(layers)) for key, layers in flows.items()))
+    roles = ((name, converted(source, destination, name)) for name in names)
+    chosen = tuple(Flow(*key, tuple(layers)) for key, layers in flows.items())
+    return Election(names, chosen, tuple(each for each in roles if each[1]))
 
 
 class _Sources:

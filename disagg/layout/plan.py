@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.core import _native
+from disagg.core.formats import QUANTIZED
 from disagg.core.memory import ITEMSIZE
+from disagg.layout.conversion import Conversion
 from disagg.layout.election import Election, Flow
 from disagg.layout.ownership import Intervals, Ints, Owned, Periodic, Share
 from disagg.layout.placement import Placement
@@ -28,7 +30,8 @@ class SpanClass:
 
     `source_bases` and `destination_bases`, uint64 `[layers]`, include the offsets of the box. `dims` are
     `(count, source_stride, destination_stride)` in bytes, outermost first. A token run of `n` positions is one run of
-    `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart.
+    `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. With a `conversion`, `nbytes` are the
+    destination's, and the source has as many elements in its own dtype.
     """
 
     layers: Ints
@@ -40,6 +43,18 @@ class SpanClass:
     dims: tuple[tuple[int, int, int], ...]
     nbytes: int
     dense: bool
+    conversion: Conversion | None = None
+
+    @property
+    def formats(self) -> tuple[str, str, str] | None:
+        """The dtypes of source and destination, and the rounding, if numbers are converted."""
+        rule = self.conversion
+        return None if rule is None else (rule.source, rule.destination, rule.rounding)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scale of each layer, if numbers are converted."""
+        return () if self.conversion is None else self.conversion.scales
 
     @cached_property
     def core(self) -> _native.Span:
@@ -53,6 +68,8 @@ class SpanClass:
             dims=self.dims,
             nbytes=self.nbytes,
             dense=self.dense,
+            formats=self.formats,
+            scales=self.scales,
         )
 
 
@@ -116,6 +133,11 @@ class ComponentPlan:
         return [span.core for span in self.spans]
 
     @cached_property
+    def converts(self) -> bool:
+        """Whether numbers are converted on their way: then all of it is packed."""
+        return any(span.conversion is not None for span in self.spans)
+
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """The ids of the layers that this pair moves, sorted."""
         return tuple(sorted({int(layer) for span in self.spans for layer in span.layers}))
@@ -126,6 +148,11 @@ class TransferPlan:
     """What one source rank writes to one destination rank, by component."""
 
     components: dict[str, ComponentPlan]
+
+    @cached_property
+    def converted(self) -> tuple[str, ...]:
+        """The names of the components that are converted on their way."""
+        return tuple(name for name, component in self.components.items() if component.converts)
 
 
 def make_plan(
@@ -160,13 +187,13 @@ def _join_roles(spans: Iterable[SpanClass], source: RowSpace, destination: RowSp
 
 def _joined(one: SpanClass, other: SpanClass, source: RowSpace, destination: RowSpace) -> SpanClass | None:
     """Two span classes as one with another dim, if that makes longer runs of bytes, be it of whole pages only."""
-    if _shape(one) != _shape(other) or not np.array_equal(one.layers, other.layers):
+    if one.conversion is not None or _shape(one) != _shape(other) or not np.array_equal(one.layers, other.layers):
         return None
     steps = [np.unique((b - a).view(np.int64)) for a, b in zip(_bases(one), _bases(other), strict=True)]
     ours, theirs = (int(step[0]) if len(step) == 1 else 0 for step in steps)
     if min(ours, theirs) <= 0:
         return None
-    dims, nbytes = _fold([*one.dims, (2, ours, theirs)], one.nbytes)
+    dims, (_, nbytes) = _fold([*one.dims, (2, ours, theirs)], (one.nbytes, one.nbytes))
     pages = {space.page_size // one.granule * one.nbytes for space in (source, destination)}
     if len(dims) > len(one.dims) and not (one.dense and len(dims) == 1 and pages == {ours} == {theirs}):
         return None
@@ -174,7 +201,7 @@ def _joined(one: SpanClass, other: SpanClass, source: RowSpace, destination: Row
 
 
 def _shape(span: SpanClass) -> tuple[object, ...]:
-    return span.row_strides, span.token_strides, span.granule, span.dims, span.nbytes, span.dense
+    return span.row_strides, span.token_strides, span.granule, span.dims, span.nbytes, span.dense, span.conversion
 
 
 def _bases(span: SpanClass) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
@@ -188,7 +215,7 @@ def _span(
     ours, theirs = source_place.tensor(flow.role), destination_place.tensor(flow.role)
     box = {axis.name: part for axis, part in zip(destination.inner_axes, flow.box, strict=True)}
     axes = [(part.stop - part.start, ours.strides[name], theirs.strides[name]) for name, part in box.items()]
-    dims, nbytes = _fold(axes, ITEMSIZE[destination.dtype])
+    dims, nbytes = _fold(axes, (ITEMSIZE[source.dtype], ITEMSIZE[destination.dtype]))
     token = destination.token
     strides = (ours.strides[token.name], theirs.strides[token.name]) if token else (0, 0)
     return SpanClass(
@@ -199,22 +226,34 @@ def _span(
         token_strides=strides,
         granule=token.granule if token else 1,
         dims=dims,
-        nbytes=nbytes,
-        dense=strides == (nbytes, nbytes),
+        nbytes=nbytes[1],
+        dense=strides == nbytes,
+        conversion=_conversion(flow, source, destination),
     )
 
 
-def _fold(axes: Iterable[tuple[int, int, int]], itemsize: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """The dims and the run length in bytes that cover `axes` in the longest runs.
+def _conversion(flow: Flow, source: TensorLayout, destination: TensorLayout) -> Conversion | None:
+    """How a flow's numbers are converted; `None` if its bytes are copied."""
+    if source.dtype == destination.dtype or source.numbers is None or destination.numbers is None:
+        return None
+    of_source = source.dtype in QUANTIZED
+    scales = source.scales if of_source else destination.scales
+    rounding = destination.numbers.rounding or "nearest"  # into a format of 16 or 32 bits
+    return Conversion(source.dtype, destination.dtype, rounding, tuple(scales[layer] for layer in flow.layers))
+
+
+def _fold(
+    axes: Iterable[tuple[int, int, int]], nbytes: tuple[int, int]
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, int]]:
+    """The dims and the run length in bytes, on either side, that cover `axes` in the longest runs of elements of `nbytes`.
 
     `axes` and dims are `(count, source_stride, destination_stride)`. Innermost first, an axis joins the run if its strides on
     both sides equal the run's length. Neighbouring dims are joined if the outer one continues the inner one on both sides.
     """
-    nbytes = itemsize
     dims: list[tuple[int, int, int]] = []
     for count, ours, theirs in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: (axis[2], axis[1])):
-        if not dims and ours == theirs == nbytes:
-            nbytes *= count
+        if not dims and (ours, theirs) == nbytes:
+            nbytes = nbytes[0] * count, nbytes[1] * count
         elif dims and (ours, theirs) == (dims[-1][0] * dims[-1][1], dims[-1][0] * dims[-1][2]):
             dims[-1] = (dims[-1][0] * count, dims[-1][1], dims[-1][2])
         else:

@@ -17,6 +17,7 @@ from disagg.core.errors import LayoutError
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import MAX_NAME, is_text
 from disagg.core.topology import Topology
+from disagg.layout.conversion import Held, Numbers, check_numbers, rule
 from disagg.layout.encoding import encode
 from disagg.layout.ownership import Intervals, Owned, Periodic, cuts, positions_to_intervals
 
@@ -58,12 +59,16 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LayoutError(f"axis {self.name!r}: expected positions below its size {self.size}, found {self.owned}")
 
 
-class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """What one rank owns of one role (`k`, `v`, `conv`, ...) of a component, over all layers."""
+class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one rank owns of one role (`k`, `v`, `conv`, ...) of a component, over all layers.
+
+    With `numbers` a peer may hold the same numbers in another format. Without them its dtype must be the same.
+    """
 
     role: str
     dtype: str
     axes: tuple[Axis, ...]
+    numbers: Numbers | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -79,6 +84,8 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
             if axis.granule != 1:
                 what = f"tensor {self.role!r}, axis {axis.name!r}"
                 raise LayoutError(f"{what}: only a token axis may have a granule, found {axis.granule}")
+        if self.numbers is not None:
+            check_numbers(self.dtype, self.numbers, len(self.layers), f"tensor {self.role!r}")
 
     def axis(self, name: str) -> Axis:
         """The axis of that name. Raises `LayoutError` if there is none."""
@@ -91,6 +98,11 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
     def layers(self) -> tuple[int, ...]:
         """Layer ids in memory order."""
         return tuple(layer for part in self.axis(LAYER).owned.within(2**62).parts for layer in range(*part))
+
+    @cached_property
+    def scales(self) -> dict[int, float]:
+        """The scale of each layer; empty without `numbers`."""
+        return dict(zip(self.layers, self.numbers.scales, strict=True)) if self.numbers is not None else {}
 
     @cached_property
     def layer_set(self) -> frozenset[int]:
@@ -224,8 +236,9 @@ def layout_table(topology: Topology, per_component: Sequence[Sequence[ComponentL
 def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...]:
     """The names of the components that both sides have, sorted.
 
-    Raises `LayoutError` if one side lacks a component that is not optional, or if rows, roles, dtypes, axis names, global
-    sizes, granules or layers of a common component differ.
+    Raises `LayoutError` if one side lacks a component that is not optional, or if rows, roles, axis names, global sizes,
+    granules or layers of a common component differ. Dtypes may only differ if both sides have `numbers`, with a rule between
+    them.
     """
     names = sorted(local.components.keys() | remote.components.keys())
     agreed = []
@@ -241,8 +254,42 @@ def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...
         for field in sorted(ours.keys() | theirs.keys()):
             if ours.get(field) != theirs.get(field):
                 raise LayoutError(f"component {name!r}, {field}: {ours.get(field)} here, {theirs.get(field)} at the peer")
+        converted(local, remote, name)
         agreed.append(name)
     return tuple(agreed)
+
+
+def converted(source: LayoutTable, destination: LayoutTable, component: str) -> tuple[str, ...]:
+    """The roles of a component that are converted on their way. Raises `LayoutError` if there is no rule for one."""
+    ours, theirs = _numbers(source, component), _numbers(destination, component)
+    found = []
+    for role, held in ours.items():
+        try:
+            if rule(held, theirs[role]):
+                found.append(role)
+        except LayoutError as error:
+            raise LayoutError(f"component {component!r}, tensor {role!r}: {error}") from error
+    return tuple(found)
+
+
+def _numbers(table: LayoutTable, name: str) -> dict[str, Held]:
+    """Those of each role that has them. Checks that the table's ranks agree."""
+    found: dict[str, Held] = {}
+    for component in table.components.get(name, ()):
+        for tensor in component.tensors if component is not None else ():
+            if tensor.numbers is None:
+                continue
+            what = f"component {name!r}, tensor {tensor.role!r}"
+            own = tensor.dtype, tensor.numbers.rounding
+            *first, scales = found.setdefault(tensor.role, Held(*own, {}))
+            if own != tuple(first):
+                raise LayoutError(f"{what}: ranks of one instance differ: {tuple(first)} and {own}")
+            for layer, scale in tensor.scales.items():
+                if scales.setdefault(layer, scale) != scale:
+                    raise LayoutError(
+                        f"{what}, layer {layer}: ranks of one instance differ: scales {scales[layer]} and {scale}"
+                    )
+    return found
 
 
 def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
@@ -255,7 +302,7 @@ def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
         found: dict[str, object] = {"rows": component.rows, "optional": component.optional}
         for tensor in component.tensors:
             axes = {axis.name: (axis.size, axis.granule) for axis in tensor.axes}
-            found[f"tensor {tensor.role!r}: dtype"] = tensor.dtype
+            found[f"tensor {tensor.role!r}: dtype"] = tensor.dtype if tensor.numbers is None else "any with scales"
             found[f"tensor {tensor.role!r}: axes"] = " ".join(sorted(axes))
             for axis, (size, granule) in axes.items():
                 found[f"tensor {tensor.role!r}, axis {axis!r}: global size"] = size

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, LayoutError
 from disagg.core.memory import ITEMSIZE, MemoryRegion, RawTensor, raw_tensor
 from disagg.core.topology import Topology
+from disagg.layout.conversion import Numbers
 from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Owned, Periodic, Share, positions_to_intervals, split
 from disagg.layout.placement import ORDERS, Component, Placement, TensorPlacement, parse_axes, tensor_placement
 from disagg.layout.stages import group_layers
@@ -21,6 +22,8 @@ from disagg.state.overlap import first_overlap, overlaps_itself
 
 Rule = Callable[[Topology], Owned]
 """A function that gives the positions of an axis that a rank owns."""
+Scale = Mapping[int, float] | float | None
+"""What an element is multiplied by, in all layers or by layer, to give the number that it stands for. `None`: unknown."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,11 @@ class Role:
     `granule` tokens share one position of the token axis, which is moved once all of them are sent. (A block scale exists
     earlier, so it is a separate component whose need ends with the block: `docs/states.md`.) `dtype` is required if a rank
     may have no layer of the role. `tensors` are by layer. A role without tensors describes the memory to allocate.
+
+    With a `scale` a peer may hold the role in another format, and the writer converts it: an element times the scale is the
+    number that it stands for. It is one for all layers, or by layer; 1 for formats of 16 and 32 bits. `rounding` is how this
+    server makes numbers of 8 bits (`disagg.core.formats`); `None`: in a way that nobody else can. Without a `scale` both sides
+    need the same dtype.
     """
 
     name: str
@@ -115,6 +123,18 @@ class Role:
     dtype: str | None = None
     granule: int = 1
     tensors: Mapping[int, Any] = field(default_factory=dict)
+    scale: Scale = None
+    rounding: str | None = "nearest"
+
+    def numbers(self, layers: Sequence[int], what: str) -> Numbers | None:
+        """What the elements of these layers stand for; `None` without a `scale`. Raises `ConfigError` for a layer without."""
+        if self.scale is None:
+            return None
+        scales = self.scale if isinstance(self.scale, Mapping) else dict.fromkeys(layers, self.scale)
+        missing = [layer for layer in layers if layer not in scales]
+        if missing:
+            raise ConfigError(f"{what}, tensor {self.name!r}: expected a scale for layer {missing[0]}, found none")
+        return Numbers(tuple(float(scales[layer]) for layer in layers), self.rounding)
 
     def of(self, tensors: Mapping[int, Any], *, axes: str | None = None) -> Role:
         """The role with a rank's tensors, by layer. `axes` gives their memory order if it differs."""
@@ -178,9 +198,8 @@ def declare(
     if page_size is not None and found and found[0][1] != page_size:
         raise ConfigError(f"{what}: expected pages of {page_size} tokens, found {found[0][1]}")
     stages = group_layers(topology, own, layers_by_stage, what=what)
-    dtypes = [dtype_of(role, name) for role in roles]
     layouts = tuple(
-        ComponentLayout(name, rows, _tensor_layouts(dtypes, roles, rank, stages[rank.pp_rank], rows, tokens), optional)
+        ComponentLayout(name, rows, _tensor_layouts(roles, rank, stages[rank.pp_rank], rows, tokens, component=name), optional)
         if stages[rank.pp_rank]
         else None
         for rank in topology.group()
@@ -303,16 +322,20 @@ def _place(
 
 
 def _tensor_layouts(
-    dtypes: Sequence[str], roles: Sequence[Role], rank: Topology, layers: Sequence[int], rows: RowKind, tokens: Rule
+    roles: Sequence[Role], rank: Topology, layers: Sequence[int], rows: RowKind, tokens: Rule, *, component: str
 ) -> tuple[TensorLayout, ...]:
     """The layouts of all roles on `rank`."""
-    tensors = []
-    for role, dtype in zip(roles, dtypes, strict=True):
+    tensors, what = [], f"component {component!r}"
+    for role in roles:
         axes = [Axis(LAYER, None, positions_to_intervals(layers))]
         if rows == "pages":
             axes.append(Axis(TOKEN, None, tokens(rank), role.granule))
         axes.extend(Axis(axis, inner.size, inner.owned(rank)) for axis, inner in role.inner.items())
-        tensors.append(TensorLayout(role.name, dtype, tuple(axes)))
+        try:
+            numbers = role.numbers(layers, what)
+            tensors.append(TensorLayout(role.name, dtype_of(role, component), tuple(axes), numbers))
+        except LayoutError as error:
+            raise ConfigError(f"{what}, {error}") from error
     return tuple(tensors)
 
 

@@ -11,7 +11,7 @@ from disagg.core.memory import RawTensor, raw_tensor
 from disagg.core.topology import Topology
 from disagg.layout.placement import ORDERS, Component, parse_axes
 from disagg.layout.tables import TOKEN
-from disagg.state.declare import Role, Rule, all_tokens, by_tp, declare, whole
+from disagg.state.declare import Role, Rule, Scale, all_tokens, by_tp, declare, whole
 
 
 def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, axes: str = ORDERS["nhd"]) -> tuple[Role, Role]:
@@ -42,6 +42,9 @@ def gqa(
     scales: Mapping[int, Any] | None = None,
     scales_per_head: int = 1,
     scales_dtype: str | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    rounding: str | None = "nearest",
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
     optional: bool = False,
@@ -54,6 +57,7 @@ def gqa(
     total KV heads, not this rank's: rank `r` of `T` owns `[floor(r*H/T), max(start+1, floor((r+1)*H/T)))`, so with more than
     `H` ranks some are replicas. K and V may differ in `dim`. `scales` are block scales (FP8, MX), with the same axes and
     `scales_per_head` in place of `dim`. `dims` (of K and V) and `dtype` are required only if a stage may have no layer.
+    `k_scale`, `v_scale` and `rounding` are those of `Role`: with them a peer may hold K and V in another dtype.
 
     Raises `ConfigError`, with the layer, the axis and both values, if a tensor contradicts the declaration.
     """
@@ -70,7 +74,9 @@ def gqa(
     bound = pairs(tensors, names, what=what)
     if dims is None:
         dims = _dim(bound["k"], plain["k"], what), _dim(bound["v"], plain["v"], what)
-    roles = [role.of(bound[role.name], axes=plain[role.name]) for role in gqa_roles(num_kv_heads, dims=dims, dtype=dtype)]
+    declared = zip(gqa_roles(num_kv_heads, dims=dims, dtype=dtype), (k_scale, v_scale), strict=True)
+    numbers = [replace(role, scale=scale, rounding=rounding) for role, scale in declared]
+    roles = [role.of(bound[role.name], axes=plain[role.name]) for role in numbers]
     if scales is not None:
         bound = pairs(scales, names, what=f"{what}, scales")
         sized = gqa_roles(num_kv_heads, dims=(scales_per_head, scales_per_head), dtype=scales_dtype)
@@ -91,6 +97,8 @@ def mla(
     scales: Mapping[int, Any] | None = None,
     scales_dim: int = 1,
     scales_dtype: str | None = None,
+    scale: Scale = None,
+    rounding: str | None = "nearest",
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
     optional: bool = False,
@@ -98,9 +106,11 @@ def mla(
     """The latent of multi-head latent attention: `dim = kv_lora + rope` elements per token, the same on every rank of a group.
 
     `tensors` maps each layer id to one tensor. One elected rank writes each destination rank's copy. `scales` are block scales,
-    `scales_dim` per token, in tensors with the same axes. Raises `ConfigError` as `gqa` does.
+    `scales_dim` per token, in tensors with the same axes. `scale` and `rounding` are those of `Role`, for the latent. Raises
+    `ConfigError` as `gqa` does.
     """
-    declared = mla_roles(dim, dtype=dtype, scales=scales_dim if scales is not None else 0, scales_dtype=scales_dtype)
+    latent, *rest = mla_roles(dim, dtype=dtype, scales=scales_dim if scales is not None else 0, scales_dtype=scales_dtype)
+    declared = [replace(latent, scale=scale, rounding=rounding), *rest]
     roles = [role.of(given, axes=axes) for role, given in zip(declared, (tensors, scales or {}), strict=False)]
     return declare(
         name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional

@@ -163,7 +163,8 @@ class ActiveJob:
         return True
 
     def _end(self) -> None:
-        self._report.wire_s = time.perf_counter() - self.started_at
+        phases = self._report.phases
+        phases.wire_s = max(0.0, time.perf_counter() - self.started_at - phases.pack_s - phases.post_s)
         self._report.ended_at = time.monotonic()
         self._reports.append(self._report)
 

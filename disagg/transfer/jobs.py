@@ -14,6 +14,7 @@ from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import PeerUnreachable
 from disagg.core.events import ReadyEvent
 from disagg.core.spans import SpanBatch
+from disagg.core.timeline import TransferPhases
 from disagg.transfer.staging import Loans
 
 
@@ -110,8 +111,8 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 class Settled(msgspec.Struct, kw_only=True):
     """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. `unreachable` is the
-    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through slots. `wire_s` is from the first
-    post to the end, which was at `ended_at` by `time.monotonic`.
+    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through slots. It ended at `ended_at` by
+    `time.monotonic`, after its `phases`.
     """
 
     ticket: Hashable
@@ -121,16 +122,13 @@ class Settled(msgspec.Struct, kw_only=True):
     nbytes: int = 0
     packed: int = 0
     pieces: int = 0
-    bind_s: float = 0.0
-    pack_s: float = 0.0
-    post_s: float = 0.0
-    wire_s: float = 0.0
+    phases: TransferPhases = msgspec.field(default_factory=TransferPhases)
     ended_at: float = 0.0
 
     @property
-    def took(self) -> tuple[float, ...]:
-        """The seconds spent to bind, to pack, to post, and in the rest of the transfer."""
-        return self.bind_s, self.pack_s, self.post_s, max(0.0, self.wire_s - self.pack_s - self.post_s)
+    def written(self) -> int:
+        """Bytes that count as written: `nbytes`, or 0 if the job failed."""
+        return 0 if self.error else self.nbytes
 
     def fail(self, error: Exception, peer: RemotePeer) -> None:
         """Note why the job fails, unless it has failed before."""
@@ -140,7 +138,7 @@ class Settled(msgspec.Struct, kw_only=True):
 
     def count_post(self, seconds: float, nbytes: int, *, pieces: int = 1) -> None:
         """Add one post of `nbytes` bytes."""
-        self.post_s += seconds
+        self.phases.post_s += seconds
         self.nbytes += nbytes
         self.pieces += pieces
 

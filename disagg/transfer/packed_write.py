@@ -146,7 +146,8 @@ class PackedWrite:
         assert write.local is not None
         filled = write.filled
         started = time.perf_counter()
-        self._report.pack_s += started - max(write.started_at, self._packed_at)  # slots may be packed at the same time
+        packed_s = started - max(write.started_at, self._packed_at)  # slots may be packed at the same time
+        self._report.phases.pack_s += packed_s
         self._packed_at = started
         self._report.packed += filled.nbytes
         copies = CopyBatch.one(write.local, write.remote, filled.nbytes)

@@ -201,7 +201,7 @@ class TransferWorker:
         bound = attempt(job.bind, job, report, self._reports)
         if bound is None:
             return None
-        report.bind_s = time.perf_counter() - started
+        report.phases.bind_s = time.perf_counter() - started
         return ActiveJob(job, bound, backend=self._backend, slots=self._slots, report=report, reports=self._reports)
 
     def _drop_ended(self) -> None:

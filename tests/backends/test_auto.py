@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from disagg.backends import auto
 from disagg.backends import registry as backends
 from disagg.backends.auto import AutoBackend
 from disagg.backends.base import (
@@ -107,6 +108,30 @@ def test_the_next_engine_is_used_and_the_reason_said(memory: np.ndarray, caplog:
     assert backend.prepare_spans(peer, ()) is None
     backend.close()
     target.close()
+
+
+def test_each_way_to_reach_peers_is_logged_once(
+    memory: np.ndarray, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(auto, "MAX_LOGGED", 1)
+    target = opened(np.zeros(64, np.uint8), LocalBackend(BackendOptions()))
+    other = opened(np.zeros(64, np.uint8), Choosy(), LocalBackend(BackendOptions()))
+    backend = opened(memory, Choosy(reaches=False), LocalBackend(BackendOptions()))
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "reached by" in record.getMessage()]
+
+    peers = [backend.connect(each.endpoint(), epoch=1) for each in (target, target, other, other)]
+    assert len(lines()) == 2
+    assert "the peer does not have it" in lines()[0]
+    assert "the peer is on another host" in lines()[1]
+    peers.append(backend.connect(target.endpoint(), epoch=1))  # by then it is not remembered any more
+    assert len(lines()) == 3
+    for peer in peers:
+        backend.disconnect(peer)
+    for each in (backend, other, target):
+        each.close()
 
 
 def test_an_engine_that_serves_nothing_is_left_out(memory: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from disagg.backends.cuda.packer import GpuMover
 from disagg.core import _native
+from disagg.core.formats import ROUNDINGS
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
+from disagg.testing.reference_numbers import FORMATS, convert, same
 
 pytestmark = pytest.mark.gpu
 
@@ -118,3 +120,42 @@ def test_checksums_equal_those_of_the_host(mover: GpuMover, itemsize: int) -> No
     assert mover.digest(ids, offsets + np.uint64(address), nothing, (), **what) == 0
     with pytest.raises(ValueError, match="itemsize"):
         mover.digest(ids, offsets, nothing, (), **{**what, "itemsize": 3})
+
+
+def _is_quantized(pair: tuple[str, str]) -> bool:
+    return all(FORMATS[name].bits == 8 for name in pair)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(
+    ("source", "destination"), [pair for pair in itertools.permutations(FORMATS, 2) if not _is_quantized(pair)]
+)
+def test_every_number_is_converted_as_by_the_reference(mover: GpuMover, source: str, destination: str, rounding: str) -> None:
+    """All numbers of 8 and 16 bits, and as many of 32. Whole words, and parts that begin and end inside numbers."""
+    rng = np.random.default_rng(3)
+    ours, theirs = FORMATS[source], FORMATS[destination]
+    every = rng.integers(0, 2**32, 1 << 16, np.uint64) if ours.bits == 32 else np.arange(1 << 16) % 2**ours.bits
+    stored, unit = every.astype(ours.dtype), 256 * theirs.bits // 8
+    scales = (1.0, 0.037, 3.3e-5, 700.0, 1e-37, 3e38) if 8 in (ours.bits, theirs.bits) else (1.0,)
+    address = up(mover, np.concatenate([stored] * len(scales)).view(np.uint8))
+    bases = np.uint64(address) + np.arange(len(scales), dtype=np.uint64) * np.uint64(stored.nbytes)
+    strides = (256 * ours.bits // 8, unit)
+    shape = SpanShape(
+        bases, bases, (POSITIONS * strides[0], POSITIONS * unit), strides, (), unit, False, (256 // POSITIONS,) * 2,
+        (POSITIONS,) * 2, formats=(source, destination, rounding), scales=scales,
+    )  # fmt: skip
+    shapes = mover.prepare((shape,))
+    rows = np.arange(256 // POSITIONS)
+    batch = SpanBatch(shapes.shapes, (SpanRuns(0, None, np.stack([rows, 0 * rows, rows, 0 * rows, 0 * rows + POSITIONS], 1)),))
+    work_list, total = mover.upload(shapes, batch), batch.total_nbytes
+    slot = mover.allocate(total + 64)
+    expected = [convert(stored, source, destination, scale=scale, rounding=rounding) for scale in scales]
+    for skew, cuts in ((0, [0, total]), (7, [0, 1001, 1002, total // 2 + 3, total])):
+        for low, high in itertools.pairwise(cuts):
+            packed = mover.gather(work_list, low, high - low, slot + skew + low)
+            while not packed.query():
+                pass
+        found: Any = down(mover, slot + skew, total).view(theirs.dtype)
+        wanted: Any = np.concatenate(expected)
+        assert same(found, wanted, destination)
+    mover.release(work_list)

@@ -16,7 +16,8 @@ from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendError
 from disagg.core.spans import SpanBatch, SpanShape
-from harness.reference_kernels import SpanLaunch, span_pieces
+from disagg.testing.reference_numbers import FORMATS, convert
+from harness.reference_kernels import Piece, SpanLaunch, span_pieces
 from tests.support.cluster import Side
 
 TILE = 256
@@ -50,11 +51,24 @@ class HostSpans:
         encode_work_list(batch, self.table, tile=TILE, out=words)
         return HostSpans(self.table, words, batch.core, self.peer)
 
-    def pieces(self, low: int, high: int, **linear: int) -> CopyBatch:
+    def pieces(self, low: int, high: int, **linear: int) -> list[Piece]:
         assert self.work_list is not None
         launch = SpanLaunch(self.words, self.table.words, *self.work_list.tiles(low, high), TILE, low, high, **linear)
-        rows = [(p.source, p.destination, p.nbytes) for p in span_pieces(launch) if p.nbytes]
-        return CopyBatch(*np.array(rows, np.uint64).reshape(-1, 3).T)
+        return [piece for piece in span_pieces(launch) if piece.nbytes]
+
+
+def move(pieces: Sequence[Piece]) -> None:
+    """Copy and convert pieces, as the kernel does."""
+    for piece in pieces:
+        rule = piece.conversion
+        if rule is None:
+            ctypes.memmove(piece.destination, piece.source, piece.nbytes)
+            continue
+        source, destination = FORMATS[rule.source].dtype, FORMATS[rule.destination].dtype
+        count = -(-(rule.head + piece.nbytes) // np.dtype(destination).itemsize)
+        stored = np.frombuffer(ctypes.string_at(piece.source, count * np.dtype(source).itemsize), source)
+        found = convert(stored, rule.source, rule.destination, scale=rule.scale, rounding=rule.rounding).tobytes()
+        ctypes.memmove(piece.destination, found[rule.head : rule.head + piece.nbytes], piece.nbytes)
 
 
 class FailedCopies:
@@ -70,17 +84,15 @@ class FailedCopies:
 class DelayedCopies:
     """Copies that the second call of `query` makes."""
 
-    copies: CopyBatch
+    pieces: Sequence[Piece]
     asked: int = 0
     completion: None = None
 
     def query(self) -> bool:
         self.asked += 1
         if self.asked == 2:
-            columns = (column.tolist() for column in (self.copies.source, self.copies.destination, self.copies.nbytes))
-            for source, destination, nbytes in zip(*columns, strict=True):
-                ctypes.memmove(destination, source, nbytes)
-            HostMover.moved += self.copies.total_nbytes
+            move(self.pieces)
+            HostMover.moved += sum(piece.nbytes for piece in self.pieces)
         return self.asked > 1
 
 
@@ -118,8 +130,10 @@ class Spans(LocalBackend):
         assert batch.shapes is prepared.shapes
         assert prepared.peer is not None
         Spans.posted += 1
-        copies = prepared.upload(batch).pieces(0, batch.total_nbytes) if len(batch) else CopyBatch.concatenate([])
-        return super().submit(prepared.peer, copies)
+        pieces = prepared.upload(batch).pieces(0, batch.total_nbytes) if len(batch) else []
+        move([piece for piece in pieces if piece.conversion is not None])
+        rows = [(piece.source, piece.destination, piece.nbytes) for piece in pieces if piece.conversion is None]
+        return super().submit(prepared.peer, CopyBatch(*np.array(rows, np.uint64).reshape(-1, 3).T))
 
     def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
         raise AssertionError("addresses were computed on the host")

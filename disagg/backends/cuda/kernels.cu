@@ -10,6 +10,8 @@
 // destination can both be aligned. The units of a piece are: the few bytes before the first aligned word, each whole word, and
 // the few bytes after the last word. A warp takes up to 32 pieces at a time, one per lane, and deals their units out to the
 // lanes in turn, so that all lanes stay busy with long and short pieces alike. harness/reference_kernels.py does the same on the CPU.
+//
+// `move_spans` also converts numbers on their way from a pool: then bytes are counted in the destination's format.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -166,6 +168,228 @@ __device__ __forceinline__ void copy_pieces(const Piece& piece, u32 lane) {
   else copy_any(piece, before, all, lane);
 }
 
+// ---------------------------------------------------------------------------------------------- formats of numbers
+
+// Same arithmetic as csrc/convert.hpp. Roundings by number, as in disagg/core/formats.py.
+constexpr int NEAREST = 0, UNBOUNDED = 1, TOWARD_ZERO = 2;
+
+template <int E, int M, bool FINITE>
+struct SmallFloat {
+  static constexpr u32 SIZE = E + M + 1 == 8 ? 1 : 2;
+  static constexpr int BIAS = (1 << (E - 1)) - 1;
+  static constexpr u32 NOT_A_NUMBER = (1u << (E + M)) - 1;
+  static constexpr u32 INFINITE = NOT_A_NUMBER & ~((1u << M) - 1);
+  static constexpr u32 LARGEST = FINITE ? NOT_A_NUMBER - 1 : INFINITE - 1;
+
+  static __device__ __forceinline__ float widen(u32 stored) {
+    const u32 sign = stored >> (E + M), rest = stored & NOT_A_NUMBER, exponent = rest >> M, mantissa = rest & ((1u << M) - 1);
+    u32 bits;
+    if (FINITE ? rest == NOT_A_NUMBER : exponent == (1u << E) - 1) bits = 0x7f800000u | (mantissa << (23 - M));
+    else if (exponent > 0) bits = ((exponent + 127 - BIAS) << 23) | (mantissa << (23 - M));
+    else bits = __float_as_uint(float(mantissa) * __uint_as_float(u32(127 + 1 - BIAS - M) << 23));
+    return __uint_as_float(bits | (sign << 31));
+  }
+
+  template <int ROUNDING>
+  static __device__ __forceinline__ u32 narrow(float number) {
+    const u32 bits = __float_as_uint(number), sign = (bits >> 31) << (E + M);
+    u32 rest = bits & 0x7fffffffu, stored;
+    constexpr u32 LEAST_NORMAL = u32(128 - BIAS) << 23;
+    constexpr u32 LARGEST_AS_FLOAT = (((LARGEST >> M) + 127 - BIAS) << 23) | ((LARGEST & ((1u << M) - 1)) << (23 - M));
+    if constexpr (ROUNDING == TOWARD_ZERO) {
+      if (rest == 0) return 0;
+      if (rest > 0x7f800000u) return LARGEST;
+      if (rest >= LARGEST_AS_FLOAT) stored = LARGEST;
+      else if (rest < LEAST_NORMAL) stored = u32(__uint_as_float(rest) * __uint_as_float(u32(127 - 1 + BIAS + M) << 23));
+      else stored = (rest - (u32(127 - BIAS) << 23)) >> (23 - M);
+    } else if (rest > 0x7f800000u) {
+      stored = SIZE == 1 ? NOT_A_NUMBER : INFINITE | (1u << (M - 1));
+    } else if (ROUNDING == NEAREST && rest >= LARGEST_AS_FLOAT) {
+      stored = LARGEST;
+    } else if (rest < LEAST_NORMAL) {
+      constexpr u32 MAGIC = u32(127 + 24 - BIAS - M) << 23;
+      stored = __float_as_uint(__uint_as_float(rest) + __uint_as_float(MAGIC)) - MAGIC;
+    } else {
+      rest += (1u << (22 - M)) - 1 + ((rest >> (23 - M)) & 1);
+      stored = min((rest - (u32(127 - BIAS) << 23)) >> (23 - M), FINITE ? NOT_A_NUMBER : INFINITE);
+    }
+    return stored | sign;
+  }
+};
+
+struct Float32 {
+  static constexpr u32 SIZE = 4;
+  static __device__ __forceinline__ float widen(u32 stored) { return __uint_as_float(stored); }
+  template <int>
+  static __device__ __forceinline__ u32 narrow(float number) { return __float_as_uint(number); }
+};
+
+struct BFloat16 {
+  static constexpr u32 SIZE = 2;
+  static __device__ __forceinline__ float widen(u32 stored) { return __uint_as_float(stored << 16); }
+  template <int>
+  static __device__ __forceinline__ u32 narrow(float number) {
+    const u32 bits = __float_as_uint(number);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (bits >> 31 << 15) | 0x7fc0u;
+    return (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  }
+};
+
+using Float16 = SmallFloat<5, 10, false>;
+using Float8E4M3 = SmallFloat<4, 3, true>;
+using Float8E5M2 = SmallFloat<5, 2, false>;
+
+// `number / scale`, rounded correctly. The quotient by `inverse`, the rounded `1 / scale`, is corrected by the remainder. Beyond
+// 2**100 any quotient does, since it is beyond every format of 8 bits; far below their smallest number likewise.
+__device__ __forceinline__ float divide(float number, float scale, float inverse) {
+  const float quotient = number * inverse;
+  const float corrected = __fmaf_rn(__fmaf_rn(quotient, -scale, number), inverse, quotient);
+  return copysignf(fabsf(quotient) < 0x1p100f ? corrected : quotient, number);
+}
+
+template <typename From, typename To>
+__device__ __forceinline__ float scaled(u32 stored, float scale, float inverse) {
+  const float number = From::widen(stored);
+  if constexpr (From::SIZE == 1) return number * scale;
+  if constexpr (To::SIZE == 1) return inverse == 0 ? __fdiv_rn(number, scale) : divide(number, scale, inverse);
+  return number;
+}
+
+// Two numbers of 8 bits. GPUs that convert to these formats do so by NEAREST; their NaN has no sign.
+template <typename To, int ROUNDING>
+__device__ __forceinline__ u32 narrow_two(float first, float second) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (ROUNDING == NEAREST) {
+    unsigned short both;
+    if constexpr (To::LARGEST == 0x7e) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
+    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
+    return both;
+  }
+#endif
+  return To::template narrow<ROUNDING>(first) | To::template narrow<ROUNDING>(second) << 8;
+}
+
+// Converts the pieces that the lanes hold, all of whole words of 16 bytes at the destination, from aligned sources.
+template <typename From, typename To, int ROUNDING>
+__device__ __forceinline__ void convert_words(const Piece& piece, u32 before, u32 total, u32 lane, float scale, float inverse) {
+  constexpr u32 COUNT = 16 / To::SIZE, NUM_WORDS = COUNT * From::SIZE / 4;  // numbers, and words of 4 bytes that hold them
+  constexpr int AT_ONCE = NUM_WORDS >= 16 ? 1 : NUM_WORDS >= 8 ? 2 : DEPTH;
+  for (u32 base = 0; base < total; base += 32 * AT_ONCE) {
+    u64 to[AT_ONCE];
+    uint4 words[AT_ONCE][(NUM_WORDS + 3) / 4];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const u32 unit = base + i * 32 + lane;
+      const int owner = owner_of(before, unit);
+      const u64 offset = unit - __shfl_sync(FULL, before, owner);
+      const u64 from = __shfl_sync(FULL, piece.source, owner) + offset * (4 * NUM_WORDS);
+      to[i] = __shfl_sync(FULL, piece.destination, owner) + (offset << 4);
+      if (unit >= total) continue;
+      if constexpr (NUM_WORDS == 1) {
+        words[i][0].x = *reinterpret_cast<const u32*>(from);
+      } else if constexpr (NUM_WORDS == 2) {
+        const uint2 two = *reinterpret_cast<const uint2*>(from);
+        words[i][0].x = two.x, words[i][0].y = two.y;
+      } else {
+#pragma unroll
+        for (u32 j = 0; j < NUM_WORDS / 4; ++j) words[i][j] = load16(from + 16 * j);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (base + i * 32 + lane >= total) continue;
+      u32 converted[4] = {0, 0, 0, 0};
+      const auto number = [&](u32 j) {
+        const u32 at = j * From::SIZE;
+        const uint4& four = words[i][at / 16];
+        const u32 word = at / 4 % 4 == 0 ? four.x : at / 4 % 4 == 1 ? four.y : at / 4 % 4 == 2 ? four.z : four.w;
+        const u32 stored = From::SIZE == 4 ? word : word >> (at % 4 * 8) & ((1u << (From::SIZE % 4 * 8)) - 1);
+        return scaled<From, To>(stored, scale, inverse);
+      };
+      if constexpr (To::SIZE == 1) {
+#pragma unroll
+        for (u32 j = 0; j < COUNT; j += 2) {
+          converted[j / 4] |= narrow_two<To, ROUNDING>(number(j), number(j + 1)) << (j % 4 * 8);
+        }
+      } else {
+#pragma unroll
+        for (u32 j = 0; j < COUNT; ++j) {
+          converted[j * To::SIZE / 4] |= To::template narrow<ROUNDING>(number(j)) << (j * To::SIZE % 4 * 8);
+        }
+      }
+      store16(to[i], make_uint4(converted[0], converted[1], converted[2], converted[3]));
+    }
+  }
+}
+
+// Converts the pieces that the lanes hold, one number at a time. `piece.head`: bytes of the first number that are before the
+// piece; it may also end inside a number.
+template <typename From, typename To, int ROUNDING>
+__device__ __forceinline__ void convert_any(const Piece& piece, u32 before, u32 total, u32 lane, float scale, float inverse) {
+  for (u32 base = 0; base < total; base += 32) {
+    const u32 unit = base + lane;
+    const int owner = owner_of(before, unit);
+    const u32 index = unit - __shfl_sync(FULL, before, owner);
+    const u64 source = __shfl_sync(FULL, piece.source, owner), destination = __shfl_sync(FULL, piece.destination, owner);
+    const u32 head = __shfl_sync(FULL, piece.head, owner), stop = __shfl_sync(FULL, piece.nbytes, owner) + head;
+    if (unit >= total) continue;
+    u32 stored = 0;
+    for (u32 i = 0; i < From::SIZE; ++i)
+      stored |= u32(*reinterpret_cast<const unsigned char*>(source + u64(index) * From::SIZE + i)) << (8 * i);
+    const u32 converted = To::template narrow<ROUNDING>(scaled<From, To>(stored, scale, inverse));
+    for (u32 i = 0; i < To::SIZE; ++i) {
+      const u32 at = index * To::SIZE + i;
+      if (at >= head && at < stop) *reinterpret_cast<unsigned char*>(destination - head + at) = converted >> (8 * i);
+    }
+  }
+}
+
+template <typename From, typename To, int ROUNDING>
+__device__ __noinline__ void convert_pieces(Piece piece, u32 lane, float scale) {
+  constexpr u32 LOADED = 16 / To::SIZE * From::SIZE, ALIGNED = LOADED < 16 ? LOADED : 16;
+  const bool words = ((piece.destination | piece.nbytes) & 15) == 0 && piece.source % ALIGNED == 0 && piece.head == 0;
+  const bool all = __all_sync(FULL, words);
+  const u32 units = all ? piece.nbytes / 16 : piece.nbytes == 0 ? 0 : (piece.head + piece.nbytes + To::SIZE - 1) / To::SIZE;
+  u32 upto = units;
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const u32 other = __shfl_up_sync(FULL, upto, step);
+    if (lane >= step) upto += other;
+  }
+  const u32 before = upto - units, total = __shfl_sync(FULL, upto, 31);
+  // 0 if the inverse, or the remainder of a division by it, could be inexact.
+  const float inverse = scale > 0x1p-100f && scale < 0x1p100f ? __frcp_rn(scale) : 0;
+  if (all) convert_words<From, To, ROUNDING>(piece, before, total, lane, scale, inverse);
+  else convert_any<From, To, ROUNDING>(piece, before, total, lane, scale, inverse);
+}
+
+template <typename From, typename To>
+__device__ __forceinline__ void convert_into(u32 rounding, const Piece& piece, u32 lane, float scale) {
+  if (rounding == NEAREST) convert_pieces<From, To, NEAREST>(piece, lane, scale);
+  else if (rounding == UNBOUNDED) convert_pieces<From, To, UNBOUNDED>(piece, lane, scale);
+  else convert_pieces<From, To, TOWARD_ZERO>(piece, lane, scale);
+}
+
+// The numbers of formats in `Span::formats`, in the order of `work_list.FORMATS`.
+template <typename From>
+__device__ __forceinline__ void convert_from(u32 to, u32 rounding, const Piece& piece, u32 lane, float scale) {
+  if (to == 0) convert_pieces<From, Float32, UNBOUNDED>(piece, lane, scale);
+  else if (to == 1) convert_pieces<From, BFloat16, UNBOUNDED>(piece, lane, scale);
+  else if (to == 2) convert_pieces<From, Float16, UNBOUNDED>(piece, lane, scale);
+  if constexpr (From::SIZE > 1) {
+    if (to == 3) convert_into<From, Float8E4M3>(rounding, piece, lane, scale);
+    else if (to == 4) convert_into<From, Float8E5M2>(rounding, piece, lane, scale);
+  }
+}
+
+__device__ __forceinline__ void convert(u32 from, u32 to, u32 rounding, const Piece& piece, u32 lane, float scale) {
+  if (from == 0) convert_from<Float32>(to, rounding, piece, lane, scale);
+  else if (from == 1) convert_from<BFloat16>(to, rounding, piece, lane, scale);
+  else if (from == 2) convert_from<Float16>(to, rounding, piece, lane, scale);
+  else if (from == 3) convert_from<Float8E4M3>(to, rounding, piece, lane, scale);
+  else convert_from<Float8E5M2>(to, rounding, piece, lane, scale);
+}
+
 // Takes the next tile for the warp and returns its number.
 __device__ __forceinline__ u64 take_tile(u64* counter, u32 lane) {
   u64 number = 0;
@@ -215,10 +439,12 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 // -------------------------------------------------------------------------------------------------- pieces by shape
 
 // A span class, in a table that stays on the GPU. `dims` are (count, source stride, destination stride), outermost first.
-// Pairs of bases begin at word `bases_at` of the table; the peer's bases are translated to addresses on this GPU.
+// Pairs of bases begin at word `bases_at` of the table; the peer's bases are translated to addresses on this GPU. `formats` is 0
+// if bytes are copied. Else its bits are 1 (always), 2 and 4: the rounding, and in each further byte: the source's format and the
+// destination's; then, in 4 bits each, the logarithms of their sizes. The bits of a float, the scale of each base, begin at word `scales_at`.
 struct Span {
-  u64 nbytes, source_row, destination_row, source_token, destination_token, dense, num_dims, bases_at;
-  __device__ const u64* dims() const { return &bases_at + 1; }
+  u64 nbytes, source_row, destination_row, source_token, destination_token, dense, num_dims, bases_at, formats, scales_at;
+  __device__ const u64* dims() const { return &scales_at + 1; }
 };
 
 // A part of a request: some bases of a span class, over token runs. The stream of a part holds one base after the other. The
@@ -270,7 +496,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     low = max(low, least);
     const bool last = stream + high >= limit_high;
     if (last) high = limit_high - stream;
-    const u64* bases = table + span.bases_at + 2 * (part.bases_at == ALL ? ordinal : words[part.bases_at + ordinal]);
+    const u32 base = part.bases_at == ALL ? ordinal : words[part.bases_at + ordinal];
+    const u64* bases = table + span.bases_at + 2 * base;
+    const u32 formats = linear_source ? 0 : u32(span.formats);  // what is unpacked has been converted
+    const u32 from_log2 = formats >> 24 & 15, to_log2 = formats >> 28;
     const uint4* runs = reinterpret_cast<const uint4*>(work_list) + part.runs_at;
     const u32* prefix = words + part.prefix_at;
     const bool dense = span.dense;
@@ -318,13 +547,18 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
           const u64 end = begin + nbytes, floor = least > begin ? least - begin : 0;
           const u64 start = max(cut(begin, end, destination, low), floor);
           const u64 stop = max(last ? min(high, end) - begin : cut(begin, end, destination, high), start);
-          piece.source = source + start;
+          piece.source = source + (start >> to_log2 << from_log2);
           piece.destination = destination + start;
           piece.nbytes = u32(stop - start);
-          split(piece);
+          if (formats) piece.head = u32(start) & ((1u << to_log2) - 1);
+          else split(piece);
         }
       }
-      copy_pieces(piece, lane);
+      if (formats) {
+        convert(formats >> 8 & 255, formats >> 16 & 255, formats >> 1 & 3, piece, lane, __uint_as_float(u32(table[span.scales_at + base])));
+      } else {
+        copy_pieces(piece, lane);
+      }
       if (__shfl_sync(FULL, begin, 31) >= high) break;
     }
   }

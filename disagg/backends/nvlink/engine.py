@@ -24,6 +24,8 @@ THREADS = 1024
 MIN_TILE, MAX_TILE = 4 << 10, 64 << 10
 """Bytes that a warp takes at a time."""
 TILES_PER_WARP = 4
+CONVERTING_BLOCKS = 64
+"""Least thread blocks of a copy that converts numbers, which is more work; see `docs/benchmarks/convert-2xgpu.json`."""
 PART = 1 << 16
 """Maximum pieces per launch. The next part of a larger batch is encoded and uploaded while the parts before it are copied."""
 NEAR_WORD, NEAR_NBYTES = 16, 16 << 10
@@ -117,7 +119,8 @@ class NvlinkEngine:
         The kernel reads a small work list from host memory, because an upload needs three driver calls. A larger work list is
         uploaded.
         """
-        blocks, tile = launch_shape(batch.total_nbytes, max_blocks=self._blocks)
+        max_blocks = max(self._blocks, CONVERTING_BLOCKS) if prepared.table.shapes.convert else self._blocks
+        blocks, tile = launch_shape(batch.total_nbytes, max_blocks=max_blocks)
         buffer = self._take(transfer, work_list_nbytes(batch))
         nbytes, total = encode_work_list(batch, prepared.table, tile=tile, out=buffer.words), batch.total_nbytes
         brought = -(-nbytes // NEAR_WORD)
