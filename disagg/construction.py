@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from disagg.arguments import check_text
 from disagg.backends.base import BackendOptions, Transport
 from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address, reaches
-from disagg.core.errors import ConfigError, PeerUnreachable
+from disagg.core.errors import ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.rows import MAX_NAME, is_text
 from disagg.core.thread_log import ThreadLog
 from disagg.core.topology import Topology
@@ -83,6 +83,14 @@ def _ask(admit: Admit, name: str, address: str, public_key: str) -> bool:
     except BaseException:  # also SystemExit: it would end the manager's thread, not the process
         logger.exception("admit: the server's function failed for %r", name)
         return False
+
+
+def check_joined(directory: Directory, name: str, topology: Topology) -> None:
+    """Raise `LocalProtocolError` for a rank of `name` that does not know its leader: no peer would ever be ready."""
+    if directory.lacks_leader:
+        raise LocalProtocolError(
+            f"rank {topology.rank} of {name!r} has no leader: pass leader=, the address of rank 0, or call set_leader() first"
+        )
 
 
 def check_known(directory: Directory, peer: str, *, may_connect: bool) -> None:

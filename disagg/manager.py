@@ -21,6 +21,7 @@ from disagg.backends.base import Backend, BackendOptions, RemotePeer
 from disagg.construction import (
     admission,
     backend_options,
+    check_joined,
     check_kinds,
     check_known,
     check_model,
@@ -49,7 +50,7 @@ from disagg.runtime.channel import Channel
 from disagg.runtime.directory import PeerStatus
 from disagg.runtime.health import Health, health_of, snapshot_of, unready
 from disagg.runtime.keys import KeyPair
-from disagg.runtime.metrics import Metrics
+from disagg.runtime.metrics import Metrics, Reader
 from disagg.runtime.metrics_server import MetricsServer
 from disagg.runtime.runtime import Runtime, RuntimeSettings
 from disagg.runtime.tracing import Tracing
@@ -68,11 +69,12 @@ class KVManager:
     once. Work happens in two supervised threads, and a third with `verify`.
 
     `name` names the instance, and is the same on all its ranks: 1 to 256 characters. `components` is the state of this rank, as
-    `disagg.state` or `disagg.models` declares it over the server's memory; `topology` is that of the components (`None`: take
-    theirs). `model` must be the same on both sides. `leader` is the control address of rank 0, which answers for the instance
-    (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`, where port 0 is any. If that is every
-    interface, `advertise` is the address for peers, and its host is also where they reach the engine. Off loopback the control
-    channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP takes `trusted_network=True` as well.
+    `disagg.state` or `disagg.models` declares it over the server's memory; `topology` is needed only without
+    components, since they have it (`None`: take theirs). `model` must be the same on both sides. `leader` is the control
+    address of rank 0, which answers for the instance (`None` on rank 0 itself). `listen` is this rank's control address,
+    `tcp://host:port`, where port 0 is any. If that is every interface, `advertise` is the address for peers, and its host is
+    also where they reach the engine. Off loopback the control channel takes `keys`, or `insecure=True`; an engine whose data
+    travels over open TCP takes `trusted_network=True` as well.
     `peers` are configured before anything is answered: the addresses of their leaders by name, and with keys their public keys
     (40 characters of Z85) in `peer_keys`. `add_peer` adds others later.
 
@@ -84,7 +86,8 @@ class KVManager:
     `admit` says which other instances may connect: none (`"known"`), those with a key of `peer_keys` (`"keys"`), all (`"any"`),
     or those for which a function returns true. It gets an instance's name, its leader's address and its public key (empty
     without keys), and is called in a thread of the manager. An admitted instance is a peer until it has been away for
-    `ConnectionLimits.forget_s`. A rank other than 0 without a `leader` is told it later, by `set_leader`.
+    `ConnectionLimits.forget_s`. A manager that only names addresses in its requests needs none of it; those that it
+    names do. A rank other than 0 without a `leader` is told it later, by `set_leader`, and takes no request before.
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). Peers of other hosts write
     slots that they are lent, and this rank copies them into its rows, so that no row waits for a proof that cannot come from
@@ -141,6 +144,7 @@ class KVManager:
             tracing=tracing,
             direct_between_hosts=direct_between_hosts,
         )
+        metrics = Metrics()
         settings = RuntimeSettings(
             name=name,
             topology=self.topology,
@@ -162,12 +166,14 @@ class KVManager:
             direct_between_hosts=direct_between_hosts,
             limits=limits or Limits(),
             connection_limits=connection_limits,
+            metrics=None if metrics_port is None else metrics,
+            tracing=Tracing() if tracing else None,
         )
         self._runtime = runtime = Runtime(settings, components)
         self.address = runtime.address
+        """This rank's control address, `tcp://host:port`. That of rank 0 is what peers and other ranks are told."""
         try:
-            self.metrics_url = None if metrics_port is None else _serve_metrics(runtime, metrics_host, metrics_port)
-            runtime.requests.tracing = Tracing() if tracing else None
+            self.metrics_url = None if metrics_port is None else _serve_metrics(runtime, metrics, metrics_host, metrics_port)
             runtime.start()
         except BaseException:
             runtime.abandon()
@@ -273,9 +279,9 @@ class KVManager:
         Nothing is reserved before `ready` has passed. `label` is the server's own name of the request, for the log.
 
         Raises `PeerUnreachable` for an unknown peer without an address, or one too many, `LayoutError` for rows that cannot
-        hold the needed tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used before, and
-        for rows that another request receives or sends and whose lease is held. What shows only when the peer is ready fails
-        the request.
+        hold the needed tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that is under way, for
+        rows that another request receives or sends and whose lease is held, and on a rank that does not know its leader. What
+        shows later fails the request, with cause `invalid` for an attempt that has ended before.
         """
         self._make_known(peer, address, public_key)
         return open_receiver(
@@ -308,9 +314,11 @@ class KVManager:
         first. With `attempt=None` the reservation says which attempt it is. Rows may be sent before or after the reserve.
         `request_id`, `deadline_s`, `tag` and `label` are those of `receiver`; `deadline_s` counts from this call.
 
-        Raises `LocalProtocolError` for an argument of the wrong type, and for an attempt that was used before.
+        Raises `LocalProtocolError` for an argument of the wrong type, for an attempt that is under way, and on a rank that does
+        not know its leader. An attempt that has ended before fails the request, with cause `invalid`.
         """
         check_alive(self._runtime)
+        check_joined(self._runtime.directory, self.name, self.topology)
         if peer is not None:
             check_known(self._runtime.directory, peer, may_connect=True)
         return open_sender(
@@ -376,6 +384,7 @@ class KVManager:
 
     @property
     def backend(self) -> Backend:
+        """The engine; its `name` and `transport` say how peers are reached."""
         return self._runtime.backend
 
     @property
@@ -409,19 +418,20 @@ class KVManager:
         self._runtime.interpose(wrap)
 
     def _check_peer(self, name: str, address: str, public_key: str | None) -> tuple[str, str | None]:
-        own = self.address, self._runtime.channel.address, self._runtime.handshake.leader_address or self.address
+        own = self.address, self._runtime.channel.address, self._runtime.peers.leader_address or self.address
         return check_peer(name, address, public_key, own=self.name, own_addresses=own, keys=self._keys)
 
     def _make_known(self, peer: str, address: str | None, public_key: str | None) -> None:
         """Add an unknown peer by its address, or one that has moved. Raises `PeerUnreachable` for one without."""
         check_alive(self._runtime)
+        check_joined(self._runtime.directory, self.name, self.topology)
         check_text(peer, "peer")
         if address is not None and self._runtime.directory.lacks(peer, address):
             self._runtime.directory.add(peer, *self._check_peer(peer, address, public_key), lasting=False)
         check_known(self._runtime.directory, peer, may_connect=False)
 
 
-def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:
+def _serve_metrics(runtime: Runtime, metrics: Metrics, host: str, port: int) -> str:
     me = runtime.handshake.me
     build = {
         "version": importlib.metadata.version("disagg"),
@@ -430,10 +440,11 @@ def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:
         "rank": str(me.rank),
         "backend": runtime.backend.name,
     }
-    metrics = runtime.requests.metrics = Metrics(
+    reader = Reader(
         lambda: snapshot_of(runtime),
         lambda: {**build, "transport": runtime.backend.transport},  # known once there is a peer
     )
+    metrics.registry.register(reader)
     server = MetricsServer(metrics.registry, lambda: runtime.problem, lambda: unready(runtime), host=host, port=port)
     runtime.add_on_close(server.close)
     return server.url

@@ -40,7 +40,8 @@ from disagg.protocol.types import Chunk, Event, RequestKey
 def combine(events: Iterable[Event]) -> DisaggError | None:
     """The first failure among the events of the ranks that took part in a request; `None` if all succeeded.
 
-    The server collects the events of its ranks; nothing here waits for another rank.
+    The server collects the events of its ranks; nothing here waits for another rank. An event stays in its process. Ranks in
+    other processes send `event.error`, which can be pickled: the request has succeeded if each of them is `None`.
     """
     return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
 
@@ -239,7 +240,7 @@ class RequestHandle:
 
 
 class Receiver(RequestHandle):
-    """One request that this rank receives."""
+    """One request that this rank receives. See `RequestHandle`."""
 
     direction = "receive"
     session: ReceiveSession | None = None
@@ -267,7 +268,7 @@ class Receiver(RequestHandle):
 
 
 class Sender(RequestHandle):
-    """One request that this rank sends, to every rank of the peer's group that it writes to."""
+    """One request that this rank sends, to every rank of the peer's group that it writes to. See `RequestHandle`."""
 
     direction = "send"
     session: SendSession | None = None

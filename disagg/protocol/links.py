@@ -97,9 +97,9 @@ class Links:
         link.redial(next(self._dials), problem)
         self._dial(instance, link)
 
-    def close(self, instance: PeerInstance, link: PeerConnection, cause: str) -> None:
+    def close(self, instance: PeerInstance, link: PeerConnection, cause: str, *, expected: bool = False) -> None:
         """Forget a connection."""
-        self.drop(link, cause)
+        self.drop(link, cause, expected=expected)
         del instance.links[link.address]
         newest = itertools.islice(reversed(self._effects), NUM_NEWEST)
         asked = next((each for each in newest if isinstance(each, Connect) and each.dial == link.dial), None)
@@ -117,14 +117,14 @@ class Links:
         self._timers.disarm(link)
         self._effects.append(Disconnect(link.dial))
 
-    def drop(self, link: PeerConnection, cause: str, *, announced: bool = False) -> None:
+    def drop(self, link: PeerConnection, cause: str, *, expected: bool = False) -> None:
         """End this generation of a connection, if it was ready. The next hello begins another."""
         generation = link.generation
         if not link.drop(cause):
             return
         self._ask_leader(link)
         if link.instance != self._own:
-            self._effects.append(Lost(link.peer, link.epoch, generation, cause, announced))
+            self._effects.append(Lost(link.peer, link.epoch, generation, cause, expected))
 
     def _ask_leader(self, link: PeerConnection) -> None:
         """A rank is not connected any more: its leader may know of another one in its place."""

@@ -17,11 +17,12 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from disagg.protocol.messages import Borrow, Filled, Lend, Lending, RequestMessage, SlotsFilled
+from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.timers import back_off
 from disagg.protocol.types import (
     NEVER,
@@ -177,7 +178,7 @@ class Lender:
             self._changed[peer] = None  # it asks until it is told
         self._serve()
 
-    def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
+    def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None]) -> None:
         """Unpack a slot into the session that `begin` returns, or free it at once if that is `None`. A loan that was reported
         before, or that the writer does not have, changes nothing.
         """

@@ -146,15 +146,15 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Effect: this generation of the connection to a rank at this epoch has ended, for the reason `cause`. `announced`: the
-    rank said goodbye.
+    """Effect: this generation of the connection to a rank at this epoch has ended, for the reason `cause`. `expected`: the
+    rank said goodbye, or this side forgets its instance.
     """
 
     peer: PeerRank
     epoch: int
     generation: int
     cause: str
-    announced: bool = False
+    expected: bool = False
 
 
 PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Probe | Ready | Lost | Forgotten

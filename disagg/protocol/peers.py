@@ -128,7 +128,7 @@ class PeerTable:
         """Close the connections to an instance. Its ranks at `epochs` (`None`: at any) are not accepted any more."""
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
-            self._links.close(instance, link, cause)
+            self._links.close(instance, link, cause, expected=True)
         self._inbound.forget_instance(name, epochs)
 
     def _add_unknown(self, hello: Hello, user: str, now: float) -> bool:
@@ -161,6 +161,13 @@ class PeerTable:
     def set_leader(self, address: str) -> None:
         """The leader of this instance is known now. `join` connects to it."""
         self._siblings = PeerInstance(self.identity.instance, address, self.members.own_key)
+
+    @property
+    def leader_address(self) -> str | None:
+        """The control address of this instance's leader, once it is known."""
+        if self.identity.leader:
+            return self.identity.address
+        return None if self._siblings is None else self._siblings.address
 
     def join(self, now: float) -> None:
         """Connect to the leader of this instance, if that is another rank."""
@@ -265,7 +272,7 @@ class PeerTable:
     def _on_goodbye(self, accepted: Accepted, cause: str, now: float) -> None:
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:
-            self._links.drop(link, cause, announced=True)
+            self._links.drop(link, cause, expected=True)
             link.defer(cause, now + self._limits.hello_retry_s)
             self._links.arm(link)
 
@@ -484,6 +491,7 @@ class PeerTable:
             self._forget_at = now + min(FORGET_CHECK_S, self._limits.forget_s)
             self._forget_absent(now)
 
+    @property
     def next_tick(self) -> float:
         """When `tick` next has something to do; it may be earlier."""
         return 0.0 if self._links.is_pending else self._links.next_due

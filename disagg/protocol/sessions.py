@@ -175,6 +175,7 @@ class Sessions:
         self.lender.flush(now)
         self.borrower.flush()
 
+    @property
     def next_tick(self) -> float:
         """The earliest time at which `tick` may have something to do; infinity if nothing is open."""
         return min(self._timers.next, self.sends.parked.next_expiry, self.lender.next_tick, self.borrower.next_tick)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease
 from disagg.core.rows import Rows, Slot
 from disagg.protocol.messages import (
@@ -89,7 +90,7 @@ class Chunk(msgspec.Struct, frozen=True):
     rows: Mapping[str, Rows]
     tokens: TokenRange | None
     layers: tuple[int, ...] | None
-    ready: Any = None
+    ready: ReadyEvent | None = None
 
     def written(self, component: str, need: TokenRange) -> Written | None:
         """The part of `need` that this chunk holds of one of its components, or `None`."""

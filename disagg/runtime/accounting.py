@@ -7,50 +7,35 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import msgspec
 
 from disagg.core.errors import Cause
 from disagg.core.leases import LeaseState
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import Rows, Slot
 from disagg.core.thread_log import ThreadLog
+from disagg.core.timeline import Timeline, TransferPhases
 from disagg.layout.tables import Axis, ComponentLayout
 from disagg.protocol.messages import TokenRange
 from disagg.protocol.receive_session import ReceiveSession, WriterState
 from disagg.protocol.send_session import SendSession, SendState
-from disagg.runtime.metrics import Ended, Metrics
+from disagg.runtime.metrics import Metrics
 from disagg.transfer.jobs import Settled
 
 logger = ThreadLog("disagg.requests")
 """One line per request: INFO if it succeeded, WARNING if it failed."""
 
 
-class Work(msgspec.Struct, kw_only=True):
-    """Transfers of one request, or of all, on this rank: bytes written and pieces posted."""
-
-    nbytes: int = 0
-    pieces: int = 0
-
-    def add(self, settled: Settled) -> None:
-        """Add a transfer that has settled."""
-        self.nbytes += 0 if settled.error else settled.nbytes
-        self.pieces += settled.pieces
-
-
-class Stats(Work, kw_only=True):
-    """All transfers that this rank has started since its manager was built, and the seconds spent on them (`wire_s`: from the
-    first post of each to its end). `verified` counts received requests that were compared with what was sent, `mismatches`
-    those that differed.
+class Stats(TransferPhases, kw_only=True):
+    """All transfers that this rank has started since its manager was built: bytes written, pieces posted, and the sums of their
+    phases; `unpack_s` is that of received slots. `verified` counts received requests that were compared with what was sent,
+    `mismatches` those that differed.
     """
 
-    bind_s: float = 0.0
-    pack_s: float = 0.0
-    post_s: float = 0.0
-    wire_s: float = 0.0
     unpack_s: float = 0.0
+    nbytes: int = 0
+    pieces: int = 0
     transfers: int = 0
     failures: int = 0
     nbytes_packed: int = 0
@@ -64,23 +49,21 @@ class Stats(Work, kw_only=True):
 
     def add(self, settled: Settled) -> None:
         """Add a transfer that has settled."""
-        super().add(settled)
-        self.bind_s += settled.bind_s
-        self.pack_s += settled.pack_s
-        self.post_s += settled.post_s
-        self.wire_s += settled.wire_s
+        self.bind_s += settled.phases.bind_s
+        self.pack_s += settled.phases.pack_s
+        self.post_s += settled.phases.post_s
+        self.wire_s += settled.phases.wire_s
+        self.pieces += settled.pieces
         self.transfers += 1
         self.failures += bool(settled.error)
+        self.nbytes += settled.written
         self.nbytes_packed += 0 if settled.error else settled.packed
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """One request that has ended on this rank. As text: `name=value` pairs, which `logging` also gets as `record.request`.
-    `label` is the server's own name of the request.
-
-    `nbytes` is this rank's share, written to its receivers or received from its writers, or 0 if it failed before. Times are in
-    seconds: `total_s` from the call to the end, and the phases that add up to it (`disagg.core.timeline`).
+    """One request that has ended on this rank. `label` is the server's own name of the request. `nbytes` is this rank's share,
+    written to its receivers or received from its writers, or 0 if it failed before.
     """
 
     rank: str
@@ -93,19 +76,23 @@ class RequestRecord:
     cause: str
     nbytes: int
     pieces: int
-    total_s: float
-    wait_s: float
-    bind_s: float
-    pack_s: float
-    post_s: float
-    wire_s: float
-    unpack_s: float
-    handover_s: float
+    timeline: Timeline
     lease: str
     error: str
 
-    def __str__(self) -> str:
-        return " ".join([f"{name}={_plain(value)}" for name, value in vars(self).items()])
+    @property
+    def values(self) -> dict[str, str | int | float]:
+        """What the log has of it, in order: in place of `timeline`, `total_s` from the call to the end, and the phases that add
+        up to it.
+        """
+        found: dict[str, str | int | float] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Timeline):
+                found["total_s"] = value.total_s
+                found |= {f"{phase}_s": seconds for phase, seconds in value.phases.items() if phase != "wake"}
+            else:
+                found[name] = value
+        return found
 
 
 _QUOTED = re.compile(r'[\s"=\\]')
@@ -118,20 +105,24 @@ def _plain(value: object) -> str:
     return text if text and text.isprintable() and not _QUOTED.search(text) else json.dumps(text)
 
 
+def as_line(values: Mapping[str, str | int | float]) -> str:
+    """Values as `name=value` pairs, on one line."""
+    return " ".join([f"{name}={_plain(value)}" for name, value in values.items()])
+
+
 def account(record: RequestRecord, metrics: Metrics | None) -> None:
-    """Count a request that has ended, and log its line."""
+    """Count a request that has ended, and log its line. `logging` also gets the values as `record.request`."""
     level = logging.WARNING if record.cause else logging.INFO
     if logger.isEnabledFor(level):
-        logger.log(level, "%s", record, extra={"request": dict(vars(record))})
+        values = record.values
+        logger.log(level, "%s", as_line(values), extra={"request": values})
     if metrics is not None:
         metrics.count(
-            Ended(
-                direction=record.direction,
-                peer=record.peer,
-                cause=record.cause,
-                nbytes=record.nbytes,
-                seconds=record.total_s,
-            )
+            direction=record.direction,
+            peer=record.peer,
+            cause=record.cause,
+            nbytes=record.nbytes,
+            seconds=record.timeline.total_s,
         )
 
 

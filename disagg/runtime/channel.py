@@ -214,10 +214,11 @@ class Channel:
         if timeout_s > 0 and not readable and not woken:
             self._alarm.wait(timeout_s, self._watched)
             readable = self._readable()
-        if self._monitor_descriptor in readable:
-            yield from self._ended()
-        if self._router_descriptor in readable:
+        has_ended = self._monitor_descriptor in readable
+        if has_ended or self._router_descriptor in readable:
             yield from self._inbound()
+        if has_ended:  # after its messages, of which the last may be a goodbye
+            yield from self._ended()
         self._monitor.end_endless(self._port)
         for descriptor in readable:
             dial = self._dials.get(descriptor)

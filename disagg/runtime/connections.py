@@ -182,7 +182,7 @@ class Connections:
 
     def lose(self, lost: Lost, now: float) -> None:
         """A rank is gone: its requests end, and its engine is fenced until it is proved quiet."""
-        level = logging.INFO if lost.announced else logging.WARNING
+        level = logging.INFO if lost.expected else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self.num_losses[lost.peer.instance] += 1
         self._lost.pop((lost.peer, lost.epoch), None)

@@ -23,8 +23,9 @@ class PeerStatus(NamedTuple):
 
 
 class Directory:
-    """Any thread may call it. `command` runs a function in the control thread. `allowed_keys` are the public keys that may
-    connect. `admits_unknown`: so may instances that were not configured.
+    """Any thread may call it. `command` runs a function in the control thread. There, `carry_out` carries out the effects of
+    the peer table, and `on_changed` is called when the configuration of an instance has changed. `allowed_keys` are the public
+    keys that may connect. `admits_unknown`: so may instances that were not configured.
     """
 
     def __init__(
@@ -34,21 +35,20 @@ class Directory:
         handshake: Handshake,
         local: LocalRank,
         command: Callable[[Callable[[float], None]], None],
+        carry_out: Callable[[float], None],
+        on_changed: Callable[[], None],
         allowed_keys: set[str],
         admits_unknown: bool,
-        has_leader: bool,
     ) -> None:
         self._peers = peers
         self._handshake = handshake
         self._local = local
         self._command = command
-        self.carry_out: Callable[[float], None] = lambda _: None
-        """Carries out the effects of the peer table, in the control thread."""
-        self.on_changed: Callable[[], None] = self.notify
-        """Called in the control thread when the configuration of an instance has changed."""
+        self._carry_out = carry_out
+        self._on_changed = on_changed
         self._allowed_keys = allowed_keys
         self.admits_unknown = admits_unknown
-        self._has_leader = has_leader
+        self._has_leader = peers.leader_address is not None
         self._changed = threading.Condition()
         self._added: set[str] = set()
         self._changing: Counter[str] = Counter()  # changes that the control thread has not made yet
@@ -93,7 +93,7 @@ class Directory:
         def remove(now: float) -> None:
             if name in self._peers.instances:
                 self._peers.remove_peer(name, "it was removed")
-                self.carry_out(now)  # what comes next may add it again
+                self._carry_out(now)  # what comes next may add it again
 
         self._change(name, remove)
 
@@ -110,7 +110,7 @@ class Directory:
                     self._changing[name] -= 1
                     if not self._changing[name]:
                         del self._changing[name]
-            self.on_changed()
+            self._on_changed()
 
         self._command(run)
 
@@ -119,6 +119,11 @@ class Directory:
         self._added.discard(name)
         self.notify()
 
+    @property
+    def lacks_leader(self) -> bool:
+        """Whether this rank is not rank 0, and does not know where rank 0 is."""
+        return not self._has_leader
+
     def set_leader(self, address: str) -> None:
         """Join the own instance at its leader. Raises `ConfigError` on rank 0, and the second time."""
         if self._has_leader:
@@ -126,7 +131,6 @@ class Directory:
         self._has_leader = True
 
         def join(now: float) -> None:
-            self._handshake.leader_address = address
             self._peers.set_leader(address)
             self._peers.join(now)
 

@@ -11,6 +11,7 @@ from disagg.core.events import ReadyEvent
 from disagg.core.leases import quarantine, release
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
+from disagg.core.timeline import TransferPhases
 from disagg.machine.descriptors import shortage, too_many_ranks
 from disagg.protocol.messages import (
     Complete,
@@ -158,7 +159,7 @@ class Dispatch:
         """A writer's bytes have landed."""
         session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
         if session is not None:
-            self._requests.moments_of(session).land(time.monotonic(), message.took)
+            self._requests.moments_of(session).land(time.monotonic(), TransferPhases(*message.took))
         self._sessions.on_message(peer, message, now)
 
     def reserve_when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
@@ -222,8 +223,9 @@ class Dispatch:
                 self._probes.close(dial)
                 self.channel.disconnect(dial)
             case SendHello(dial, generation, peer_epoch, again):
-                to = self._peers.expected_at(dial)
-                self.channel.send(dial, encode(self._handshake.hello(dial, generation, peer_epoch, to=to, again=again)))
+                leader, to = self._peers.leader_address, self._peers.expected_at(dial)
+                hello = self._handshake.hello(dial, generation, peer_epoch, leader=leader, to=to, again=again)
+                self.channel.send(dial, encode(hello))
             case SendTo(dial, message):
                 self.channel.send(dial, encode(message))
             case ReplyOn(connection, message):

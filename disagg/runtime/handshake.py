@@ -102,8 +102,6 @@ class Handshake:
         self._agreements = Agreements(local)
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self._endpoint = b""
-        self.leader_address: str | None = None
-        """The control address of this instance's leader, once it is known."""
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
 
@@ -130,9 +128,18 @@ class Handshake:
         found = self._instances.get(instance)
         return len(found.ranks) if found is not None else 0
 
-    def hello(self, dial: int, generation: int, peer_epoch: int, *, to: PeerRank | None = None, again: bool = False) -> Hello:
+    def hello(
+        self,
+        dial: int,
+        generation: int,
+        peer_epoch: int,
+        *,
+        leader: str | None,
+        to: PeerRank | None = None,
+        again: bool = False,
+    ) -> Hello:
         """This rank's introduction on its connection number `dial`, of that generation to the peer's process at that epoch. The
-        rank `to` is expected there.
+        rank `to` is expected there. `leader` is the control address of this instance's leader, if it is known.
         """
         return Hello(
             **self._header(),
@@ -140,7 +147,7 @@ class Handshake:
             generation=generation,
             peer_epoch=peer_epoch,
             dial=dial,
-            leader=self.leader_address,
+            leader=leader,
             again=again,
             to=to,
             packs=self._pack_below > 0,
@@ -254,6 +261,9 @@ class Handshake:
             if self._identity.leader and (left_out := known.agreement.left_out(self._local)):
                 ours, what = self._identity.instance, ", ".join(left_out)
                 logger.info("%s and %s do not share these optional components, and move none: %s", ours, theirs.instance, what)
+            if self._identity.leader and (converted := known.agreement.outgoing.converted):
+                what = ", ".join(f"{name} ({', '.join(roles)})" for name, roles in converted)
+                logger.info("%s and %s convert these components to each other's format: %s", self.me, theirs.instance, what)
         if theirs.rank >= known.agreement.num_ranks:
             raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
         return known.agreement
@@ -281,6 +291,8 @@ class Handshake:
         sums = functools.cache(lambda: agreement.checksum_plans(self._local, peer.rank, placements))
         try:
             prepared = prepare(self._backend, engine, plan) if welcome.direct else None
+            if loans is None and prepared is None:
+                _check_copied(plan, peer)
             pack = stream_maker(self._memory if self._pack_below and prepared is None else None, plan, source=True)
             unpack = stream_maker(self._memory if self._pack_below else None, incoming, source=False)
         except BaseException:
@@ -358,3 +370,12 @@ class Handshake:
         del instance.ranks[peer.rank]
         self.discard(peer, rank)
         return rank
+
+
+def _check_copied(plan: TransferPlan, peer: PeerRank) -> None:
+    """Raise `PeerUnreachable` for a plan that converts numbers: copies alone cannot."""
+    if plan.converted:
+        raise PeerUnreachable(
+            f"{peer}, component {plan.converted[0]!r}: expected slots on both sides, since numbers are converted while they "
+            "are packed; found none: pack_below is 0, or is 0 by default for this engine"
+        )

@@ -74,6 +74,8 @@ def unready(runtime: Runtime) -> str:
         return runtime.problem
     if runtime.requests.is_draining:
         return "it takes no new requests: it is draining"
+    if runtime.directory.lacks_leader:
+        return "it does not know its leader: leader= or set_leader() names the address of rank 0"
     peers = runtime.directory.lasting()
     if not peers or any(runtime.directory.is_ready(name) for name in peers):
         return ""
@@ -105,7 +107,7 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
             "message": dispatch.num_refused_messages,
         },
         transfer_nbytes=stats.nbytes_by_way,
-        phase_seconds={phase: getattr(stats, f"{phase}_s") for phase in ("bind", "pack", "post", "wire", "unpack")},
+        phase_seconds=stats.phases,
         transfers=stats.transfers,
         transfer_failures=stats.failures,
         pieces=stats.pieces,

@@ -7,17 +7,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError
 from disagg.core.thread_log import ThreadLog
-from disagg.protocol.peers import PeerTable
-from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import NEVER
 from disagg.runtime.channel import Channel
-from disagg.runtime.connections import Connections
 from disagg.runtime.dispatch import Dispatch
 from disagg.runtime.wire import Wire
 from disagg.transfer.worker import TransferWorker
@@ -32,10 +29,10 @@ BUSY_POLL_S = 100e-6
 """Length of one busy poll if Python must poll some of the work."""
 
 
-class Advances(Protocol):
-    """Something with timers: `advance` runs those that are due, and `next_tick` says when the next one is."""
+class Timed(Protocol):
+    """Something with timers: `tick` runs those that are due, and `next_tick` says when the next one is."""
 
-    def advance(self, now: float) -> None: ...
+    def tick(self, now: float) -> None: ...
 
     @property
     def next_tick(self) -> float: ...
@@ -71,7 +68,8 @@ class CommandQueue:
 
 
 class Loop:
-    """The control thread of one manager. `on_death` is called in it if it dies, or if the worker has died.
+    """The control thread of one manager. `timed` tick in this order, and the effects of the peer table are carried out after
+    each. `on_death` is called in the thread if it dies, or if the worker has died.
 
     After the last activity it polls for `spin_s` without a sleep, and advances transfers itself, because two awake threads
     would contend for the GIL. `problem` says why it died. `over` is set before the requests fail, so that a request opened
@@ -85,11 +83,7 @@ class Loop:
         channel: Wire,
         commands: CommandQueue,
         dispatch: Dispatch,
-        peers: PeerTable,
-        sessions: Sessions,
-        connections: Connections,
-        openings: Advances,
-        probes: Advances,
+        timed: Sequence[Timed],
         worker: TransferWorker,
         spin_s: float,
         on_death: Callable[[str], None],
@@ -98,11 +92,7 @@ class Loop:
         self.channel = channel
         self._commands = commands
         self._dispatch = dispatch
-        self._peers = peers
-        self._sessions = sessions
-        self._connections = connections
-        self._openings = openings
-        self._probes = probes
+        self._timed = timed
         self._worker = worker
         self._spin_s = spin_s
         self._on_death = on_death
@@ -118,11 +108,10 @@ class Loop:
     def start(self) -> None:
         self.thread.start()
 
-    def stop(self, reason: str) -> None:
-        """Say goodbye to every peer, and end the thread."""
+    def stop(self) -> None:
+        """End the thread, after the commands that were put before."""
 
         def last(_: float) -> None:
-            self._peers.close(reason)
             self._stopping = True
 
         self._commands.put(last)
@@ -190,12 +179,9 @@ class Loop:
             self._next_due()
         if now >= self._due:
             self._due = NEVER  # until it is computed again
-            self._probes.advance(now)
-            self._peers.tick(now)
-            self._dispatch.carry_out_peers(now)
-            self._sessions.tick(now)
-            self._connections.tick(now)
-            self._openings.advance(now)
+            for timed in self._timed:
+                timed.tick(now)
+                self._dispatch.carry_out_peers(now)
             self._dispatch.carry_out(now)
         self._due_known = False
 
@@ -221,7 +207,6 @@ class Loop:
     def _next_due(self) -> float:
         """When the next timer is due. Computed before a wait only: an iteration that has work does without."""
         if not self._due_known:
-            others = self._connections.next_tick, self._openings.next_tick, self._probes.next_tick
-            self._due = min(self._sessions.next_tick(), self._peers.next_tick(), *others)
+            self._due = min(timed.next_tick for timed in self._timed)
             self._due_known = True
         return self._due

@@ -7,7 +7,7 @@ admitted, or enumeration values, never other text from a peer. Of very many peer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -39,22 +39,11 @@ class Snapshot:
     pieces: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """An ended request. `cause` is empty if it succeeded."""
-
-    direction: str
-    peer: str
-    cause: str
-    nbytes: int
-    seconds: float
-
-
 Row = tuple[str, str, str | None, Mapping[str, float]]
 """A metric family: name, help text, optional label, and values by label."""
 
 
-class _Reader(Collector):
+class Reader(Collector):
     """Reads a snapshot and the labels of `disagg_build_info` at every scrape."""
 
     def __init__(self, read: Callable[[], Snapshot], build: Callable[[], Mapping[str, str]]) -> None:
@@ -102,20 +91,13 @@ def _family(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], row: Row)
     return family
 
 
-@dataclass
 class Metrics:
-    """The registry of one manager. `read` and `build`, which gives the labels of `disagg_build_info`, are called at every
-    scrape, in the scraper's thread.
-    """
+    """The registry of one manager, which counts requests in it. `Reader` adds the rest."""
 
-    read: Callable[[], Snapshot]
-    build: Callable[[], Mapping[str, str]]
-    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
         ended, failed = ("direction", "peer", "outcome"), ("direction", "peer", "cause")
         share = "Bytes of this rank's share of successful requests."
-        own = self.registry
         self._ended = Counter("disagg_requests_ended", "Requests that have ended.", ended, registry=own)
         self._failures = Counter("disagg_request_failures", "Failed requests, by first cause.", failed, registry=own)
         self._nbytes = Counter("disagg_request_bytes", share, ("direction", "peer"), registry=own)
@@ -123,15 +105,14 @@ class Metrics:
             "disagg_request_seconds", "From the call to the end.", ("direction", "outcome"), buckets=SECONDS, registry=own
         )
         self._children: dict[str, dict[tuple[str, str], tuple[Counter, Histogram, Counter]]] = {}
-        self.registry.register(_Reader(self.read, self.build))
 
-    def count(self, ended: Ended) -> None:
-        """Count a request that has ended."""
-        children = self._children.setdefault(ended.peer, {})
-        key = direction, cause = ended.direction, ended.cause
+    def count(self, *, direction: str, peer: str, cause: str, nbytes: int, seconds: float) -> None:
+        """Count a request that has ended after `seconds`. `cause` is empty if it succeeded."""
+        children = self._children.setdefault(peer, {})
+        key = direction, cause
         found = children.get(key)
         if found is None:
-            peer, outcome = ended.peer, "failed" if cause else "ok"
+            outcome = "failed" if cause else "ok"
             found = children[key] = (
                 self._ended.labels(direction, peer, outcome),
                 self._seconds.labels(direction, outcome),
@@ -139,10 +120,10 @@ class Metrics:
             )
             if len(self._children) > MAX_PEERS:
                 self._forget(next(iter(self._children)))
-        number, seconds, rest = found
+        number, duration, rest = found
         number.inc()
-        seconds.observe(ended.seconds)
-        rest.inc(1 if ended.cause else ended.nbytes)
+        duration.observe(seconds)
+        rest.inc(1 if cause else nbytes)
 
     def _forget(self, peer: str) -> None:
         """Remove the counters of a peer."""

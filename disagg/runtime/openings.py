@@ -96,7 +96,7 @@ class Openings:
         self._take(handle.peer, self._numbers.get(handle, -1))
         self._requests.end_unopened(handle, error)
 
-    def advance(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Open the requests whose peer is ready now. End those that are late, or whose peer refuses this instance."""
         for peer in tuple(self._waiting):
             self._advance(peer)

@@ -2,7 +2,8 @@
 
 Engines pay for each piece. Large pieces, and small ones whose neighbours join into long copies, go directly. Other small pieces
 are packed into slots of the peer's, and the peer unpacks them. The writer tells the peer which span classes a slot holds, and
-the peer derives from its own rows where the bytes belong. A peer whose rows only its own process may write gets all pieces so.
+the peer derives from its own rows where the bytes belong. A peer whose rows only its own process may write gets all pieces so,
+and numbers that the peer holds in another format are converted while they are packed.
 """
 
 from __future__ import annotations
@@ -59,23 +60,23 @@ def bind_outgoing(
     make_stream: MakeStream = source_stream,
 ) -> BoundTransfer:
     """Every copy of a transfer, by its path. `packs`: whether the peer lends slots; if not `direct`, everything is packed.
-    `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do not fit.
+    What is converted is packed too. `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do not fit.
     """
     posted: list[CopyBatch] = []
     parts: list[Part] = []
     packed: list[tuple[str, BoundRows]] = []
     for outgoing in _outgoing(plan, start):
-        classes = enumerate(outgoing.plan.spans)
-        small = tuple(i for i, span in classes if not direct or is_small(outgoing.plan, span, pack_below))
+        classes, may_post = enumerate(outgoing.plan.spans), direct and not outgoing.plan.converts
+        small = tuple(i for i, span in classes if not may_post or is_small(outgoing.plan, span, pack_below))
         whole = outgoing.bind()
-        if not packs or not small or (direct and not whole.has_copies(MIN_PIECES)):
+        if not packs or not small or (may_post and not whole.has_copies(MIN_PIECES)):
             posted.append(whole.copies())
             continue
         large = tuple(i for i in range(len(outgoing.plan.spans)) if i not in small)
         chosen = outgoing.bind(small) if large else whole
         # Only streams of host memory list their pieces. On a GPU listing them takes longer than packing.
         on_host = make_stream is source_stream
-        if direct and on_host and path_of(chosen, pack_below, gathers_from) is not Path.PACKED:
+        if may_post and on_host and path_of(chosen, pack_below, gathers_from) is not Path.PACKED:
             posted.append(whole.copies())
             continue
         if large:
@@ -84,7 +85,8 @@ def bind_outgoing(
         packed.append((written.component, chosen))
         parts.append(Part(written.component, small, written.layers, written.start, written.stop))
     stream = make_stream(packed) if packed else None
-    gathered = stream if isinstance(stream, Stream) and _gathers(stream, gathers_from) else None
+    gathers = isinstance(stream, Stream) and not stream.converts and _gathers(stream, gathers_from)
+    gathered = stream if isinstance(stream, Stream) and gathers else None
     return BoundTransfer(CopyBatch.concatenate(posted), stream, tuple(parts), gathered=gathered)
 
 

@@ -50,7 +50,7 @@ class Probes:
         if error != errno.EINPROGRESS:
             self._end(dial, error)
 
-    def advance(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """End the probes that the host has answered, and those that last too long."""
         self.next_tick = now + POLL_S
         poll = select.poll()  # `select.select` refuses descriptors from 1,024 on

@@ -20,7 +20,7 @@ from disagg.layout.agreement import LocalRank
 from disagg.layout.binding import listed_rows
 from disagg.protocol.types import Event
 from disagg.requests import Place, Receiver, RequestHandle, Sender
-from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, wanted
+from disagg.runtime.accounting import HeldSize, RequestRecord, Session, account, wanted
 from disagg.runtime.held_rows import HeldRows
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.tracing import Tracing
@@ -39,18 +39,19 @@ class Request:
     ending: Ending
     held: int = 0
     session: Session | None = None
-    work: Work | None = None
     ended: bool = False
 
 
 class RequestTable:
     """Ends requests: the log, the metrics, the server's events, and threads that wait. Calls may come from any thread, but
-    `open`, `work_of` and `end` only from the control thread, or after its end.
+    `open` and `end` only from the control thread, or after its end.
 
     `fileno` is readable while there are events.
     """
 
-    def __init__(self, *, name: str, local: LocalRank, group_rank: int) -> None:
+    def __init__(
+        self, *, name: str, local: LocalRank, group_rank: int, metrics: Metrics | None, tracing: Tracing | None
+    ) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._layouts = local.table.ranks[group_rank].by_name
@@ -62,8 +63,8 @@ class RequestTable:
         self._ended: dict[RequestHandle, Ending] = {}  # those whose events the server has not taken, in order
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._draining = False
-        self.metrics: Metrics | None = None
-        self.tracing: Tracing | None = None
+        self._metrics = metrics
+        self._tracing = tracing
 
     # -- the server's threads ----------------------------------------------------------------------------------------
 
@@ -84,8 +85,8 @@ class RequestTable:
         except BaseException:
             self._drop(handle.lease)
             raise
-        if self.tracing is not None:
-            self.tracing.begin(handle)
+        if self._tracing is not None:
+            self._tracing.begin(handle)
 
     def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
         """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row that a
@@ -166,17 +167,8 @@ class RequestTable:
         request.session = run()
         handle.lease.on_release(functools.partial(self._on_release, handle.lease))
 
-    def work_of(self, session: Session) -> Work:
-        """The record of a request's transfers."""
-        request = self._requests.get(session.lease)
-        if request is None:
-            return Work()
-        if request.work is None:
-            request.work = Work()
-        return request.work
-
     def moments_of(self, session: Session) -> Moments:
-        """The times noted for a request."""
+        """What is noted of a request."""
         request = self._requests.get(session.lease)
         return Moments() if request is None else request.ending.moments
 
@@ -193,8 +185,8 @@ class RequestTable:
                     self._account(event, request)
                 except BaseException:  # of the server's log filters and handlers
                     logger.exception("request %s: its log line", event.key)
-                if self.tracing is not None:
-                    self.tracing.end(request.handle, event)
+                if self._tracing is not None:
+                    self._tracing.end(request.handle, event)
                 ended.append(request.ending)
                 self._put(request, event)
                 if request.session is None or event.lease.released:
@@ -268,11 +260,12 @@ class RequestTable:
 
     def _account(self, event: Event, request: Request) -> None:
         cause = None if event.error is None else event.error.cause
-        if wanted(self.metrics, cause):
-            account(self._record(event, request.handle, request.work or Work(), cause), self.metrics)
+        if wanted(self._metrics, cause):
+            account(self._record(event, request, cause), self._metrics)
 
-    def _record(self, event: Event, handle: Receiver | Sender, work: Work, cause: Cause | None) -> RequestRecord:
-        timeline, nbytes = handle.timeline, work.nbytes
+    def _record(self, event: Event, request: Request, cause: Cause | None) -> RequestRecord:
+        handle, moments = request.handle, request.ending.moments
+        nbytes = moments.nbytes
         if isinstance(handle, Receiver):
             nbytes = self._needed_nbytes(handle.need) if event.ok else 0
         return RequestRecord(
@@ -285,15 +278,8 @@ class RequestTable:
             outcome="ok" if cause is None else "failed",
             cause="" if cause is None else cause.value,
             nbytes=nbytes,
-            pieces=work.pieces,
-            total_s=timeline.total_s,
-            wait_s=timeline.wait_s,
-            bind_s=timeline.bind_s,
-            pack_s=timeline.pack_s,
-            post_s=timeline.post_s,
-            wire_s=timeline.wire_s,
-            unpack_s=timeline.unpack_s,
-            handover_s=timeline.handover_s,
+            pieces=moments.pieces,
+            timeline=moments.timeline(),
             lease=event.lease.state.value,
             error="" if event.error is None else str(event.error),
         )

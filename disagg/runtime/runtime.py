@@ -20,7 +20,6 @@ from disagg.core.topology import Topology
 from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank, ModelId
 from disagg.layout.placement import Component
-from disagg.protocol.messages import Message
 from disagg.protocol.peer_effects import ConnectionLimits, Identity
 from disagg.protocol.peers import Admit, PeerTable
 from disagg.protocol.send_table import Readers
@@ -36,11 +35,13 @@ from disagg.runtime.handshake import Handshake
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.lifetime import Lifetime
 from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
+from disagg.runtime.metrics import Metrics
 from disagg.runtime.openings import Openings, OpenSession
 from disagg.runtime.peer_processes import PeerProcesses
 from disagg.runtime.probes import Probes
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.resolver import Resolver
+from disagg.runtime.tracing import Tracing
 from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
 from disagg.runtime.wire import Wire
@@ -73,6 +74,8 @@ class RuntimeSettings:
     direct_between_hosts: bool
     limits: Limits
     connection_limits: ConnectionLimits | None
+    metrics: Metrics | None
+    tracing: Tracing | None
 
 
 class Runtime:
@@ -94,7 +97,13 @@ class Runtime:
             self.lifetime = Lifetime(self._close, threads=self._threads)
             opened.callback(self.lifetime.forget)
             name = f"{settings.name}/{settings.topology.rank}"
-            self.requests = RequestTable(name=name, local=self.local, group_rank=settings.topology.group_rank)
+            self.requests = RequestTable(
+                name=name,
+                local=self.local,
+                group_rank=settings.topology.group_rank,
+                metrics=settings.metrics,
+                tracing=settings.tracing,
+            )
             opened.callback(self.requests.close)
             self._open(settings, components, opened)
             self.commands = CommandQueue(self.channel)
@@ -166,21 +175,10 @@ class Runtime:
             admit=settings.admit,
             limits=settings.connection_limits,
         )
-        self.handshake.leader_address = self.address if identity.leader else settings.leader
 
     def _build(self, settings: RuntimeSettings) -> None:
         """Join the parts that run in threads."""
         name = str(self.handshake.me)
-        self.directory = Directory(
-            peers=self.peers,
-            handshake=self.handshake,
-            local=self.local,
-            command=self.commands.put,
-            allowed_keys=self.allowed_keys,
-            admits_unknown=settings.admit is not None,
-            has_leader=self.handshake.leader_address is not None,
-        )
-        self.openings = Openings(self.directory, self.requests, self.commands)
         self.worker = TransferWorker(
             self.backend,
             name=name,
@@ -206,7 +204,6 @@ class Runtime:
             requests=self.requests,
             stats=self.stats,
             pack_below=self.pack_below,
-            send=self._send,
             on_unreachable=self.peers.on_unreachable,
         )
         self.connections = Connections(
@@ -235,17 +232,23 @@ class Runtime:
             on_peers_changed=self._on_peers_changed,
             on_forgotten=self._on_forgotten,
         )
-        self.directory.carry_out, self.directory.on_changed = self.dispatch.carry_out_peers, self._on_peers_changed
+        self.directory = Directory(
+            peers=self.peers,
+            handshake=self.handshake,
+            local=self.local,
+            command=self.commands.put,
+            carry_out=self.dispatch.carry_out_peers,
+            on_changed=self._on_peers_changed,
+            allowed_keys=self.allowed_keys,
+            admits_unknown=settings.admit is not None,
+        )
+        self.openings = Openings(self.directory, self.requests, self.commands)
         self.loop = Loop(
             name=name,
             channel=self.channel,
             commands=self.commands,
             dispatch=self.dispatch,
-            peers=self.peers,
-            sessions=self.sessions,
-            connections=self.connections,
-            openings=self.openings,
-            probes=self._probes,
+            timed=(self._probes, self.peers, self.sessions, self.connections, self.openings),
             worker=self.worker,
             spin_s=self.spin_s,
             on_death=self._on_death,
@@ -294,7 +297,8 @@ class Runtime:
         return self.loop.thread, self.worker.thread, self.verification.thread
 
     def _close(self) -> None:
-        self.loop.stop("the manager was closed")
+        self.commands.put(lambda _: self.peers.close("the manager was closed"))
+        self.loop.stop()
         self._resolver.close()
         self._probes.close_all()
         self.connections.join(JOIN_TIMEOUT_S)
@@ -350,20 +354,17 @@ class Runtime:
 
     # -- the runtime's own threads -----------------------------------------------------------------------------------
 
-    def _send(self, peer: PeerRank, message: Message) -> None:
-        self.dispatch.send(peer, message)
-
     def _readers_of(self, name: str) -> Readers:
         return self.directory.readers(name)
 
     def _on_connected(self, peer: PeerRank) -> None:
         if (writing := self.handshake.writing(peer)) is not None:
-            self._send(peer, writing)
+            self.dispatch.send(peer, writing)
         self.transfers.connected(peer, time.monotonic())
         self._on_peers_changed()
 
     def _on_peers_changed(self) -> None:
-        self.openings.advance(time.monotonic())
+        self.openings.tick(time.monotonic())
         self.directory.notify()
 
     def _on_forgotten(self, name: str, cause: str) -> None:

@@ -31,7 +31,11 @@ class PreparedPlan:
 
 
 def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
-    """Whether the pieces of a span class are below the threshold. Runs of tokens end with the shorter page."""
+    """Whether the pieces of a span class are below the threshold. Runs of tokens end with the shorter page. What is converted
+    counts as small: it is converted while it is packed.
+    """
+    if plan.converts:
+        return True
     if not span.dense:
         return span.nbytes < pack_below
     return span.nbytes * (min(plan.source.page_size, plan.destination.page_size) // span.granule) < pack_below

@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from disagg.core.errors import RemoteProtocolError
-from disagg.protocol.messages import Filled, Message
+from disagg.protocol.messages import Filled
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
+from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import (
     CancelTransfers,
@@ -36,8 +39,8 @@ MAX_STREAMS = 256
 
 
 class Transfers:
-    """Starts transfers and takes the worker's reports, in the control thread. `send` sends a message to a peer;
-    `on_unreachable` is called for a peer to which the engine's connection is broken.
+    """Starts transfers and takes the worker's reports, in the control thread. `on_unreachable` is called for a peer to
+    which the engine's connection is broken.
     """
 
     def __init__(
@@ -50,7 +53,6 @@ class Transfers:
         requests: RequestTable,
         stats: Stats,
         pack_below: int,
-        send: Callable[[PeerRank, Message], None],
         on_unreachable: Callable[[PeerRank, str, float], None],
     ) -> None:
         self._sessions = sessions
@@ -60,10 +62,9 @@ class Transfers:
         self._requests = requests
         self._stats = stats
         self._pack_below = pack_below
-        self._send = send
         self._on_unreachable = on_unreachable
         self._unconnected: dict[PeerRank, dict[RequestKey, list[StartTransfer]]] = {}
-        self._settled: list[tuple[Settled, Any]] = []
+        self._settled: list[tuple[Settled, SendSession | None]] = []
 
     @property
     def num_unconnected(self) -> int:
@@ -206,7 +207,7 @@ class Transfers:
         if not report.unsettled:
             session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
             self._settled.append((report, session if session is not None and not session.reported else None))
-        took = report.took
+        took = msgspec.structs.astuple(report.phases)
         if self._verification.settled(ticket, packed=report.packed, took=took, error=report.error, now=now):
             return
         self._sessions.sends.settled(
@@ -218,6 +219,6 @@ class Transfers:
         for report, session in self._settled:
             self._stats.add(report)
             if session is not None:
-                self._requests.work_of(session).add(report)
-                self._requests.moments_of(session).land(report.ended_at, report.took)
+                moments = self._requests.moments_of(session)
+                moments.land(report.ended_at, report.phases, nbytes=report.written, pieces=report.pieces)
         self._settled.clear()

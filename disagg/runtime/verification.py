@@ -7,9 +7,9 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from disagg.runtime.accounting import Stats
 from disagg.runtime.handshake import RemoteRank
 
 logger = ThreadLog(__name__)
+
+T = TypeVar("T")
 
 READY_POLL_S = 0.0005
 MAX_THREADS = 4
@@ -100,13 +102,9 @@ def _num_threads() -> int:
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-Summed = Callable[[Hashable, Any, DisaggError | None], None]
-"""Called with the token of a job, its result, and its error, one of the two being `None`."""
-
-
 class _Job(NamedTuple):
-    token: Hashable
-    run: Callable[[], Any]
+    run: Callable[[], None]
+    fail: Callable[[DisaggError], None]
     ready: ReadyEvent | None
     wanted: Callable[[], bool]
 
@@ -116,10 +114,10 @@ class _Job(NamedTuple):
 
 
 class ChecksumWorker:
-    """One supervised thread that computes checksums. It starts with its first job, and calls `on_summed` and `on_death`."""
+    """One supervised thread that computes checksums. It starts with its first job, and calls `on_death` if it fails."""
 
-    def __init__(self, *, name: str, on_summed: Summed, on_death: Callable[[BaseException], None]) -> None:
-        self._on_summed, self._on_death = on_summed, on_death
+    def __init__(self, *, name: str, on_death: Callable[[BaseException], None]) -> None:
+        self._on_death = on_death
         self._jobs: deque[_Job | None] = deque()
         self._wake = _native.Alarm()
         self.thread = threading.Thread(target=self._run, name=f"disagg-checksums-{name}", daemon=True)
@@ -127,21 +125,23 @@ class ChecksumWorker:
 
     def submit(
         self,
-        token: Hashable,
-        run: Callable[[], Any],
+        run: Callable[[], T],
+        done: Callable[[T | None, DisaggError | None], None],
         *,
         ready: ReadyEvent | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Call `run` once `ready` has passed, unless it is not `wanted` any more. Only one thread may call this."""
+        """Call `run` once `ready` has passed, unless it is not `wanted` any more, then `done` with its result and its error,
+        one of the two being `None`. Only one thread may call this.
+        """
         if not self._started:
             try:
                 self.thread.start()
             except RuntimeError as error:  # there are no more threads; the next job tries again
-                self._on_summed(token, None, _uncomputed(f"there is no thread to compute them with: {error}"))
+                done(None, _uncomputed(f"there is no thread to compute them with: {error}"))
                 return
             self._started = True
-        self._jobs.append(_Job(token, run, ready, wanted))
+        self._jobs.append(_Job(lambda: done(*_attempt(run)), lambda error: done(None, error), ready, wanted))
         self._wake.set()
 
     @property
@@ -162,11 +162,11 @@ class ChecksumWorker:
             while (job := self._next()) is not None:
                 if not job.wanted():
                     continue
-                passed, error = self._attempt(job.has_passed)
+                passed, error = _attempt(job.has_passed)
                 if error is not None:
-                    self._on_summed(job.token, None, error)
+                    job.fail(error)
                 elif passed:
-                    self._on_summed(job.token, *self._attempt(job.run))
+                    job.run()
                 else:
                     self._jobs.append(job)  # others first
                     self._wake.wait(READY_POLL_S)
@@ -179,15 +179,15 @@ class ChecksumWorker:
             self._wake.wait(math.inf)
         return self._jobs.popleft()
 
-    @staticmethod
-    def _attempt(run: Callable[[], Any]) -> tuple[Any, DisaggError | None]:
-        try:
-            return run(), None
-        except DisaggError as error:
-            return None, error
-        except BaseException as error:  # one request's error ends that request only, also SystemExit of the server's event
-            logger.exception("a checksum failed")
-            return None, _uncomputed(f"{type(error).__name__}: {error}")
+
+def _attempt(run: Callable[[], T]) -> tuple[T | None, DisaggError | None]:
+    try:
+        return run(), None
+    except DisaggError as error:
+        return None, error
+    except BaseException as error:  # one request's error ends that request only, also SystemExit of the server's event
+        logger.exception("a checksum failed")
+        return None, _uncomputed(f"{type(error).__name__}: {error}")
 
 
 def _uncomputed(why: str) -> RequestAborted:
@@ -208,7 +208,7 @@ class _Pending:
 
 
 class Verification:
-    """The checksums of requests that ask for them. The control thread calls all of this but the worker's callback.
+    """The checksums of requests that ask for them. Only the control thread calls it.
 
     `command` runs a function in the control thread.
     """
@@ -230,7 +230,7 @@ class Verification:
         self._stats = stats
         self._command = command
         self._pending: dict[Ticket, _Pending] = {}
-        self._worker = ChecksumWorker(name=name, on_summed=self._on_summed, on_death=on_death)
+        self._worker = ChecksumWorker(name=name, on_death=on_death)
 
     @property
     def depth(self) -> int:
@@ -252,15 +252,18 @@ class Verification:
             return
         self._pending[ticket] = _Pending()
         self._worker.submit(
-            ticket,
             lambda: checksum_sent(rank.checksum_plans(), start, self._digest),
+            lambda sums, error: self._command(lambda now: self._take_sums(ticket, sums, error, now)),
             ready=start.chunk.ready,
             wanted=lambda: ticket in self._pending,
         )
 
     def verify(self, start: StartVerify) -> None:
         """Compare received rows with their writers' checksums."""
-        self._worker.submit(start, lambda: verify_rows(self._local.checksum_plans, start, self._digest))
+        self._worker.submit(
+            lambda: verify_rows(self._local.checksum_plans, start, self._digest),
+            lambda _, error: self._command(lambda now: self._take_verified(start, error, now)),
+        )
 
     def settled(self, ticket: Ticket, *, packed: int, took: tuple[float, ...], error: str, now: float) -> bool:
         """A transfer has settled. Returns whether its checksums are still missing: it is reported to the protocol with them."""
@@ -273,20 +276,20 @@ class Verification:
         self._report(ticket, pending, now)
         return True
 
-    def _on_summed(self, token: Any, sums: Any, error: DisaggError | None) -> None:
-        """In the worker's thread: hand the result to the control thread."""
+    def _take_sums(
+        self, ticket: Ticket, sums: tuple[PartialChecksums, ...] | None, error: DisaggError | None, now: float
+    ) -> None:
+        """The checksums of a chunk, or why there are none."""
+        pending = self._pending.get(ticket)
+        if pending is not None:
+            pending.sums, pending.error = sums, str(error or "")
+            self._report(ticket, pending, now)
 
-        def take(now: float) -> None:
-            if isinstance(token, StartVerify):
-                self._stats.verified += 1
-                self._stats.mismatches += isinstance(error, VerificationFailed)
-                self._sessions.receives.verified(token.peer, token.key, now, error=error)
-            elif token in self._pending:
-                pending = self._pending[token]
-                pending.sums, pending.error = sums, str(error or "")
-                self._report(token, pending, now)
-
-        self._command(take)
+    def _take_verified(self, start: StartVerify, error: DisaggError | None, now: float) -> None:
+        """Received rows were compared: they are right, or there is an error."""
+        self._stats.verified += 1
+        self._stats.mismatches += isinstance(error, VerificationFailed)
+        self._sessions.receives.verified(start.peer, start.key, now, error=error)
 
     def _report(self, ticket: Ticket, pending: _Pending, now: float) -> None:
         """Report a chunk as settled once both its transfer and its checksums are done."""

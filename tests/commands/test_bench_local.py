@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from disagg.commands.bench import command
 from disagg.commands.bench.driver import run
 from disagg.commands.bench.processes import RankDied, RankThread
-from disagg.commands.bench.report import Row
+from disagg.commands.bench.report import COLUMNS, Row
 from disagg.commands.bench.results import Files, results_to
 from disagg.commands.cases.instructions import AnyReply, Clear, Collect, Describe, Description, Done, Failed, Fault, Peer
 from disagg.commands.cases.sides import Side
@@ -100,11 +100,36 @@ def test_a_rank_that_does_not_end_costs_no_results(model: str, tmp_path: Path, m
         command.bench, ["--backend", "local", "--model", model, "--tokens", "75", *sides, "--json", str(file)]
     )
     assert ended.exit_code == 3
-    assert ended.stdout.splitlines()[1].split()[-2:] == ["yes", "BADLY"]
+    header, line, legend, *_ = ended.stdout.splitlines()
+    assert line.split()[-2:] == ["yes", "BADLY"]
+    assert {"of", "way", "ceiling", "ratio", "CPU %", "ended"} <= {each for each in COLUMNS if f"{each}: " in legend}
+    assert all(each in header for each in COLUMNS)
     assert ended.stderr.endswith("local, tp=2,page=16 -> tp=1,page=16: ended badly: rank prefill/0 was killed\n")
     (row,) = json.loads(file.read_text())
     assert (row["verified"], row["problem"], row["ending"]) == (True, "", "rank prefill/0 was killed")
     assert row["bytes"] == TOKENS * BYTES_PER_TOKEN
+
+
+def test_a_log_gets_one_line_for_each_case_and_more_only_of_a_long_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = command.PlainProgress()
+    for text in (
+        "case 1 of 2, cma: a -> b: starting",
+        "case 1 of 2, cma: a -> b: run 1 of 2",
+        "case 2 of 2, cma: b -> a: starting",
+    ):
+        progress.show(text)
+    now += command.QUIET_S
+    for text in ("case 2 of 2, cma: b -> a: run 1 of 2", "case 2 of 2, cma: b -> a: run 2 of 2"):
+        progress.show(text)
+    assert [line.rpartition(": ")[::2] for line in capsys.readouterr().err.splitlines()] == [
+        ("case 1 of 2, cma: a -> b", "starting"),
+        ("case 2 of 2, cma: b -> a", "starting"),
+        ("case 2 of 2, cma: b -> a", "run 1 of 2"),
+    ]
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("no such model"), 2), (KeyboardInterrupt(), 130)])

@@ -110,7 +110,8 @@ def _runs(pid: int) -> bool:
 
 
 def test_ranks_do_not_outlive_their_driver(mooncake: str, model: str) -> None:
-    command = [sys.executable, "-m", "disagg.commands.bench", "--model", model, *SHORT, "--repeat", "1000000"]
+    chatty = "from disagg.commands.bench import command; command.QUIET_S = 0; command.bench()"  # a line for each run
+    command = [sys.executable, "-c", chatty, "--model", model, *SHORT, "--repeat", "1000000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver:
         assert driver.stderr is not None
         while "run 3 of" not in driver.stderr.readline():

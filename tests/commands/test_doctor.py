@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +21,9 @@ import pytest
 from disagg.commands.doctor import children, engines, network
 from disagg.commands.doctor.environment import environment
 from disagg.commands.doctor.examination import examine, worst
-from disagg.commands.doctor.machine import congestion, descriptors, gpus, ptrace, retransmission, shared_memory
+from disagg.commands.doctor.machine import cma_refused, congestion, descriptors, gpus, ptrace, retransmission, shared_memory
 from disagg.core.errors import ConfigError
-from disagg.machine.findings import Finding, Level, Machine
+from disagg.machine.findings import Finding, Level, Machine, ok
 from disagg.machine.rdma import memlock, rdma, rdma_refusal
 from disagg.runtime.channel import Channel
 from harness.ports import held_port
@@ -29,6 +31,7 @@ from tests.backends.conftest import require_engine
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S
 
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "disagg.commands", "doctor"]
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "MC_"))}
 
@@ -161,10 +164,30 @@ def test_a_failing_start_of_ucx_is_found() -> None:
 
 
 def test_an_engine_that_is_not_installed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error only where it was asked for by name, or nothing else works."""
     monkeypatch.setattr(engines, "installed", lambda _: {})
-    found = list(examine(Machine(environ=PLAIN), names=["nixl"]))
-    assert found[-2].fix == "pip install nixl"
-    assert found[-1].level is worst(found) is Level.ERROR  # and no other one works
+    on_one_host = {"fine": ok("cma", "they may"), "refused": cma_refused("ptrace scope: 3")}
+    for cma, names, level in (
+        ("fine", (), Level.WARNING),
+        ("refused", (), Level.ERROR),
+        ("fine", ("nixl",), Level.ERROR),
+    ):
+        monkeypatch.setattr(engines, "cma", lambda _, cma=cma: on_one_host[cma])
+        found = [each for each in examine(Machine(environ=PLAIN), names=names) if each.topic in ("nixl", "mooncake", "engines")]
+        assert found[0].fix == "pip install '.[nixl]', in a clone of disagg"
+        assert found[0].level is Level.WARNING
+        assert (found[-1].topic, found[-1].level) == ("engines", level)
+        assert ("between processes of this host cma works" in found[-1].cause) == (cma == "fine")
+        assert worst(found) is level
+
+
+def test_the_packages_that_fixes_name_are_extras_of_this_project() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for shipped in engines.ENGINES.values():
+        named = re.findall(r"'\.\[([\w-]+)\]'", shipped.install)
+        assert named
+        assert set(named) <= set(extras)
+        assert all(re.split("[>=]", package)[0] in shipped.packages for extra in named for package in extras[extra])
 
 
 def test_two_wheels_with_one_import_name_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +245,7 @@ def test_missing_nvlink_packages_are_named_on_machines_with_gpus(tmp_path: Path)
     (finding,) = engines.nvlink(Machine(root=machine.root, environ=PLAIN))
     assert finding.level is Level.WARNING
     assert "'cuda-bindings'" in finding.cause
-    assert "pip install cuda-bindings" in finding.fix
+    assert "pip install '.[nvlink]'" in finding.fix
     assert complete(finding)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg.core.timeline import PHASES, Moments
+from disagg.core.timeline import PHASES, Moments, Timeline, TransferPhases
 
 
 def moments(*, landed: float = 0.0, transfer: Sequence[float] = (), **later: float) -> Moments:
@@ -16,7 +16,7 @@ def moments(*, landed: float = 0.0, transfer: Sequence[float] = (), **later: flo
     for name, at in later.items():
         setattr(made, name, at)
     if landed:
-        made.land(landed, transfer)
+        made.land(landed, TransferPhases(*transfer))
     return made
 
 
@@ -34,7 +34,7 @@ def test_a_request_that_landed_is_divided_into_its_phases() -> None:
 
 def test_the_transfer_that_is_noted_last_counts() -> None:
     made = moments(landed=11.0, transfer=(0.0, 0.0, 0.0, 1.0), ended_at=14.0)
-    made.land(13.0, (0.0, 0.0, 0.0, 2.0))
+    made.land(13.0, TransferPhases(wire_s=2.0))
     assert phases(made) == [1.0, 0, 0, 0, 2.0, 0, 1.0, 0]
 
 
@@ -49,8 +49,25 @@ def test_figures_of_a_peer_are_cut_to_the_time_that_there_was(transfer: Sequence
     assert made.timeline().wait_s == pytest.approx(0.0)
 
 
-def test_too_few_figures_of_a_peer_count_as_waiting() -> None:
-    assert phases(moments(landed=12.0, transfer=(1.0,), ended_at=12.0)) == [2.0, 0, 0, 0, 0, 0, 0, 0]
+def test_figures_that_a_peer_leaves_out_count_as_waiting() -> None:
+    assert phases(moments(landed=12.0, transfer=(0.5,), ended_at=12.0)) == [1.5, 0.5, 0, 0, 0, 0, 0, 0]
+
+
+def test_bytes_and_pieces_of_all_transfers_add_up() -> None:
+    made = moments(landed=11.0)
+    made.land(12.0, TransferPhases(), nbytes=64, pieces=2)
+    made.land(13.0, TransferPhases(), nbytes=32, pieces=1)
+    assert (made.nbytes, made.pieces) == (96, 3)
+
+
+def test_every_phase_is_a_field() -> None:
+    assert {"opened_at", *(f"{phase}_s" for phase in PHASES)} == set(Timeline.__struct_fields__)
+    assert list(TransferPhases(1.0, 2.0, 3.0, 4.0).phases.items()) == [
+        ("bind", 1.0),
+        ("pack", 2.0),
+        ("post", 3.0),
+        ("wire", 4.0),
+    ]
 
 
 def test_a_request_under_way_has_waited_until_now() -> None:

@@ -244,6 +244,39 @@ def test_a_request_ends_with_the_last_task_that_awaits_it(instances: Cluster) ->
     assert first.ok
 
 
+def test_the_calls_of_asyncio_that_take_a_request(instances: Cluster) -> None:
+    manager, first, second = instances.decode[0].manager, new_request_id(), new_request_id()
+
+    async def server() -> list[Any]:
+        one, other = start(instances, first), start(instances, second, pages=PageList((3, 4, 5)))
+        with pytest.raises(TypeError):
+            await asyncio.create_task(one)  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(one), 0.02)
+        serve(instances, first)
+        serve(instances, second)
+        return [*await asyncio.gather(one, other), await asyncio.wait_for(one, DEADLINE_S), await asyncio.ensure_future(other)]
+
+    events = asyncio.run(server())
+    assert [event.ok for event in events] == [True] * 4
+    assert manager.events() == []
+
+
+def test_a_timeout_aborts_the_request_and_poll_has_its_event(instances: Cluster) -> None:
+    async def server() -> Receiver:
+        receiver = start(instances, new_request_id())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(receiver, 0.02)
+        await soon(receiver.poll)
+        return receiver
+
+    receiver = asyncio.run(server())
+    event = receiver.poll()
+    assert event is not None
+    assert "the task that awaited it was cancelled" in str(event.error)
+    assert instances.decode[0].manager.events() == []
+
+
 def test_a_loop_that_closes_before_the_event(instances: Cluster, nothing_logged: pytest.LogCaptureFixture) -> None:
     """The task is neither cancelled nor woken. The request ends as if nobody waited, and nothing is logged."""
     manager, receiver = instances.decode[0].manager, start(instances, new_request_id())

@@ -249,5 +249,5 @@ def test_many_chunks_of_one_list_of_pages_hold_each_row_once() -> None:
         assert sorted(row for _, ids in given for row in ids.tolist()) == list(range(50))
         assert requests._held_rows._num_sends["kv"].max() == 1
         sender.abort("the test is finished")
-        until(lambda: not requests._held_rows._senders)
-        assert not requests._held_rows._num_sends["kv"].any()
+        until(lambda: not requests._held_rows._num_sends["kv"].any())
+        assert not requests._held_rows._senders

@@ -22,12 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg import ConfigError, KVManager, ModelId, RequestAborted, new_request_id
 from disagg.core.errors import Cause
 from disagg.core.leases import LeaseState, quarantine
-from disagg.core.timeline import PHASES
+from disagg.core.timeline import PHASES, Timeline
 from disagg.protocol.messages import PROTOCOL_VERSION
 from disagg.protocol.receive_session import ReceiveState
 from disagg.protocol.send_session import SendState
 from disagg.runtime import metrics
-from disagg.runtime.accounting import HeldSize, Quarantine, RequestRecord, num_rows, quarantine_of
+from disagg.runtime.accounting import HeldSize, Quarantine, RequestRecord, as_line, num_rows, quarantine_of
 from disagg.testing.reference import KVModel, PageList
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, cluster, introduce, receive, send, start_side
@@ -145,10 +145,10 @@ def test_label_values_are_fixed_words_or_configured_names(instances: Cluster) ->
 
 def test_of_too_many_peers_those_that_were_first_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_PEERS", 2)
-    counted = metrics.Metrics(lambda: pytest.fail("nothing reads here"), dict)
+    counted = metrics.Metrics()
     for peer in ("a", "b", "a", "c"):
         for cause in ("", "deadline", "aborted"):
-            counted.count(metrics.Ended(direction="send", peer=peer, cause=cause, nbytes=5, seconds=0.1))
+            counted.count(direction="send", peer=peer, cause=cause, nbytes=5, seconds=0.1)
     peers = {
         sample.labels["peer"]
         for counter in (counted._ended, counted._failures, counted._nbytes)
@@ -280,7 +280,8 @@ def test_each_request_logs_one_line_on_both_sides(instances: Cluster, caplog: py
 
 
 def test_a_request_is_logged_on_one_line_for_any_error_text() -> None:
-    numbers: dict[str, Any] = dict.fromkeys((*(f"{phase}_s" for phase in PHASES[:-1]), "total_s"), 0.25)
+    times = {f"{phase}_s": 0.25 for phase in PHASES}
+    timeline = Timeline(opened_at=7.0, **times | {"wake_s": 0.0})
     texts: dict[str, Any] = {
         "rank": "a/0",
         "request_id": "00",
@@ -290,12 +291,15 @@ def test_a_request_is_logged_on_one_line_for_any_error_text() -> None:
         "outcome": "failed",
         "lease": "held",
     }
-    record = RequestRecord(attempt=0, nbytes=1, pieces=2, cause="", error='two\nlines "x" ü', **texts, **numbers)
-    line = str(record)
+    record = RequestRecord(attempt=0, nbytes=1, pieces=2, cause="", error='two\nlines "x" ü', timeline=timeline, **texts)
+    line = as_line(record.values)
     assert "\n" not in line
     assert json.loads(re.search(r'error=(".*")$', line)[1]) == 'two\nlines "x" ü'  # type: ignore[index]
     assert 'cause="" ' in line
-    assert "total_s=0.250000" in line
+    phases = ["wait_s", "bind_s", "pack_s", "post_s", "wire_s", "unpack_s", "handover_s"]
+    found = [pair for pair in line.split() if "_s=" in pair]
+    assert found == ["total_s=1.750000", *(f"{name}=0.250000" for name in phases)]
+    assert list(record.values)[-2:] == ["lease", "error"], "the order of the line is documented"
 
 
 def test_quarantined_rows_are_counted_by_reason() -> None:

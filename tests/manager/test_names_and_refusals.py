@@ -190,7 +190,7 @@ def test_a_table_that_differs_from_those_of_connected_ranks_waits_for_their_end(
         for one, other in ((prefill, "decode"), (decode, "prefill")):
             one.wait_ready(other, timeout_s=DEADLINE_S)
         handshake = prefill._runtime.handshake
-        hello = decode._runtime.handshake.hello(0, 0, 0)
+        hello = decode._runtime.handshake.hello(0, 0, 0, leader=None)
         another = msgspec.structs.replace(hello, table=b"another table")
         with pytest.raises(Undecided, match="ranks 0 of 'decode' are connected with another layout table"):
             handshake.accept_hello(another, tuple)
@@ -237,6 +237,6 @@ def test_the_leaders_address_is_refused_on_other_ranks() -> None:
         rank.add_peer("other", address=leader)
         rank.remove_peer("other")
         rank.set_leader(leader)
-        until(lambda: rank._runtime.handshake.leader_address == leader)
+        until(lambda: rank._runtime.peers.leader_address == leader)
         with pytest.raises(ConfigError, match="which is this one's own"):
             rank.add_peer("other", address=leader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import select
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from disagg import (
+    DisaggError,
     LocalProtocolError,
     Pages,
     RequestAborted,
@@ -19,6 +21,8 @@ from disagg import (
     combine,
     new_request_id,
 )
+from disagg.core import errors
+from disagg.core.errors import Cause
 from disagg.core.leases import LeaseState
 from disagg.testing import reference
 from disagg.testing.reference import PageList
@@ -262,6 +266,35 @@ def test_combine_returns_the_first_failure_of_all_ranks(instances: Cluster) -> N
     lost.abort("client gone")
     failed = lost.wait(timeout_s=DEADLINE_S)
     assert combine([*events, failed]) is failed.error
+
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DisaggError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_of_an_event_can_be_sent_to_another_process(kind: type[DisaggError]) -> None:
+    """Ranks of an instance are processes: what they tell each other of a request is its error."""
+    sent = kind("rank 1: nothing came")
+    if kind is RequestAborted:
+        sent = RequestAborted("rank 1: nothing came", cause=Cause.PEER_LOST)
+    received = pickle.loads(pickle.dumps(sent))
+    assert (type(received), str(received), received.cause) == (type(sent), str(sent), sent.cause)
+
+
+def test_an_attempt_that_has_ended_cannot_be_used_again(instances: Cluster) -> None:
+    """While the manager still has it, that is an error of the call; afterwards one of the request."""
+    request, reader = new_request_id(), instances.decode[0]
+    receiver = receive(reader, request, PageList((0, 1, 2)), need=(0, 20))
+    with pytest.raises(LocalProtocolError, match="this attempt is under way; use a new attempt number"):
+        receive(reader, request, PageList((3, 4, 5)), need=(0, 20))
+    for rank in instances.prefill:
+        send(rank, request, PageList((0, 1, 2, 3, 4)), 20)
+    assert receiver.wait(timeout_s=DEADLINE_S).ok
+    until(lambda: [event.tag for event in reader.manager.events()])
+    event = receive(reader, request, PageList((0, 1, 2)), need=(0, 20)).wait(timeout_s=DEADLINE_S)
+    assert event.error is not None
+    assert event.error.cause is Cause.INVALID
+    assert "this attempt was already received from 'prefill-0'; use a new attempt number" in str(event.error)
 
 
 @pytest.mark.parametrize("backend", ["local", "nixl", "mooncake"])

@@ -42,6 +42,10 @@ def test_phases_add_up_on_both_sides(verify: str) -> None:
         writers = [[sender.timeline.phases[phase] for phase in TRANSFER] for sender in senders]
         assert [receiver.timeline.phases[phase] for phase in TRANSFER] in [pytest.approx(each) for each in writers]
         assert all(sender.timeline.pack_s > 0 and sender.timeline.handover_s > 0 for sender in senders)
+        for rank, figures in zip(instances.prefill, writers, strict=True):  # the sums over all transfers: here there is one
+            stats = rank.manager.stats
+            until(lambda: stats.transfers == 1)  # noqa: B023 (it is called before the next turn)
+            assert [stats.phases[phase] for phase in TRANSFER] == pytest.approx(figures)
 
 
 def test_unpacking_after_the_writers_last_message_is_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:

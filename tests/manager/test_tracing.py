@@ -144,7 +144,7 @@ def test_a_request_that_is_not_sampled_says_so(monkeypatch: pytest.MonkeyPatch, 
 def test_a_peers_trace_context_may_be_anything(exporter: InMemorySpanExporter, text: str) -> None:
     with cluster(Side(), Side(), settings=TRACED) as instances:
         rank, request = instances.decode[0], new_request_id()
-        tracing = rank.manager._runtime.requests.tracing
+        tracing = rank.manager._runtime.requests._tracing
         assert tracing is not None
         tracing._texts.inject = lambda carrier, *_: carrier.update(traceparent=text)  # type: ignore[method-assign]
         receiver = receive(rank, request, instances.pages(rank, 20), need=(0, 20))

@@ -17,6 +17,7 @@ from disagg import KVManager, ModelId, Pages, new_request_id
 from disagg.core.errors import Cause, ConfigError, LocalProtocolError, PeerUnreachable, RequestTimeout
 from disagg.protocol.types import Event
 from disagg.runtime import directory
+from disagg.runtime.health import unready
 from disagg.runtime.keys import KeyPair
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, PageList
@@ -420,7 +421,17 @@ def test_a_rank_is_told_its_leader_later() -> None:
         until(lambda: "1 of 2 ranks of 'prefill-0' have joined" in decode[0].manager.peer("prefill-0").reason)
         with pytest.raises(PeerUnreachable, match="1 of 2 ranks of 'prefill-0' have joined"):
             decode[0].manager.wait_ready("prefill-0", timeout_s=0.5)
+        for open_request in (
+            lambda: managers[1].sender(new_request_id()),
+            lambda: managers[1].receiver(new_request_id(), peer="decode-0", address=decode[0].manager.address, rows={}),
+            lambda: managers[1].decline(new_request_id(), peer="decode-0", address=decode[0].manager.address),
+        ):
+            with pytest.raises(LocalProtocolError, match=r"rank 1 of 'prefill-0' has no leader: pass leader="):
+                open_request()
+        assert "does not know its leader" in unready(managers[1]._runtime)
         managers[1].set_leader(managers[0].address)
+        assert unready(managers[1]._runtime) == ""
+        managers[1].sender(new_request_id()).abort("it is not needed")
         decode[0].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
         with pytest.raises(ConfigError, match="is the leader, or knows it"):
             managers[1].set_leader(managers[0].address)

@@ -72,7 +72,7 @@ def peer_table(
         revision="",
         table=b"t",
         address=f"tcp://127.0.0.1:{7000 + rank}",
-        leader=leader is None,
+        leader=rank == 0,
     )
     return PeerTable(
         me, leader=leader, own_key=own_key, accept_hello=accept_hello, validate_welcome=validate_welcome, limits=limits

@@ -121,9 +121,15 @@ def test_a_leader_that_is_known_late_is_joined_then() -> None:
     table = peer_table(num_ranks=2, rank=1, leader=None, own_key="key")
     table.join(0.0)
     assert take_effects(table) == []
+    assert table.leader_address is None
     table.set_leader(SECOND)
     table.join(1.0)
     assert take_effects(table) == [Connect(0, SECOND, "key")]
+    assert table.leader_address == SECOND
+
+
+def test_a_leaders_own_address_is_that_of_the_leader() -> None:
+    assert peer_table(num_ranks=2).leader_address == "tcp://127.0.0.1:7000"
 
 
 def test_the_ended_attempts_of_a_forgotten_instance_are_forgotten() -> None:
@@ -155,6 +161,15 @@ def test_a_peer_of_a_request_is_forgotten_at_once_if_nobody_listens() -> None:
     assert table.instances == {}
     table.on_gone(0, f"nobody listens at {LEADER}")
     assert take_effects(table) == []
+
+
+def test_the_ranks_of_an_instance_that_is_forgotten_are_lost_as_expected() -> None:
+    """Its leader has said goodbye, or the server has removed it: that others are lost then is no news."""
+    table = peer_table()
+    make_ready(table)
+    table.remove_peer("decode-0", "it was removed")
+    (lost,) = (effect for effect in take_effects(table) if isinstance(effect, Lost))
+    assert (lost.peer, lost.cause, lost.expected) == (PeerRank("decode-0", 0), "it was removed", True)
 
 
 @pytest.mark.parametrize("why", ["it is configured for good", "it is connected to this rank", "it has answered"])

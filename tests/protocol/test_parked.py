@@ -118,7 +118,7 @@ def test_parked_reserves_expire_and_set_the_next_tick() -> None:
     sessions = Sessions(limits=Limits(parked_reserve_s=5.0))
     sessions.on_message(D0, reserve(), 1.0)
     sessions.on_message(D0, reserve(numbered(1)), 2.0)
-    assert sessions.next_tick() == 6.0
+    assert sessions.next_tick == 6.0
     sessions.tick(5.9)
     assert len(sessions.sends.parked) == 2
     assert take_messages(sessions) == []

@@ -45,7 +45,7 @@ def test_a_silent_peer_gets_hellos_at_growing_intervals() -> None:
         table.tick(float(now))
         times += [now for effect in take_effects(table) if isinstance(effect, SendHello)]
     assert times == [0, 1, 3, 7, 11, 15, 19]
-    assert table.next_tick() == 23.0
+    assert table.next_tick == 23.0
     assert "no answer yet" in table.instances["decode-0"].problem
 
 
@@ -126,7 +126,7 @@ def test_reject_and_busy_set_the_problem() -> None:
     assert "model: 'a' there" in table.instances["decode-0"].problem
     reply(table, LEADER, Busy(reason="1 of 2 ranks have joined", retry_after_s=0.5), 0.1)
     assert "1 of 2 ranks have joined" in table.instances["decode-0"].problem
-    assert table.next_tick() == pytest.approx(0.6)
+    assert table.next_tick == pytest.approx(0.6)
     table.on_reply(99, welcome(), 0.1)
     reply(table, LEADER, DRAINED, 0.1)
     assert not table.instances["decode-0"].ready

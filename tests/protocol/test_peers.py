@@ -78,7 +78,7 @@ def test_an_absent_peer_is_reported_within_five_seconds() -> None:
     table = peer_table(limits=ConnectionLimits())
     table.add_peer("decode-0", LEADER, None, 0.0)
     now, effects = 0.0, list[PeerEffect]()
-    while (now := max(table.next_tick(), now + 0.001)) < 5.0:
+    while (now := max(table.next_tick, now + 0.001)) < 5.0:
         table.tick(now)
         effects += take_effects(table)
     assert effects.count(Unanswered("decode-0", LEADER)) == 1
@@ -212,7 +212,7 @@ def test_a_peer_is_lost_soon_after_its_connection_has_ended() -> None:
     assert table.on_closed(b"unknown", 1.0) is None
     assert table.on_closed(b"c1", 1.0) == DECODE
     table.tick(1.0)
-    assert table.next_tick() == 1.0 + ASK_AGAIN_S
+    assert table.next_tick == 1.0 + ASK_AGAIN_S
     table.tick(0.99 + CLOSED_GRACE_S)
     assert lost_in(table) == []
     take_effects(table)
@@ -461,7 +461,7 @@ def test_a_goodbye_ends_the_connection_at_once_as_announced() -> None:
     table = peer_table()
     make_ready(table)
     assert table.on_inbound(b"c1", "", Goodbye(reason="done"), 1.0) is None
-    assert take_effects(table) == [Lost(DECODE, 7, 0, "closed: done", announced=True)]
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "closed: done", expected=True)]
     table.tick(1.1)
     assert take_effects(table) == []
     table.tick(1.0 + LIMITS.hello_retry_s)
@@ -570,7 +570,7 @@ def test_close_sends_goodbye_to_every_peer_that_has_answered() -> None:
     table.close("the manager was closed")
     assert take_effects(table) == [SendTo(0, Goodbye(reason="the manager was closed"))]
     peer_table().join(0.0)
-    assert peer_table().next_tick() == NEVER
+    assert peer_table().next_tick == NEVER
 
 
 def test_invalid_limits_are_refused() -> None:

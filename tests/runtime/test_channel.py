@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -85,6 +86,18 @@ def test_nothing_is_sent_on_a_connection_that_was_closed(channels: tuple[Channel
     client.disconnect(DIAL)
     assert not client.send(DIAL, b"lost")
     assert until(server, 1) == [Closed(connection)]
+
+
+def test_what_arrived_before_the_end_of_a_connection_is_read_before_it() -> None:
+    """Also if both are there at the next poll: the last message of a connection may be a goodbye."""
+    with contextlib.closing(Channel("tcp://127.0.0.1:0")) as server:
+        client = Channel("tcp://127.0.0.1:0")
+        client.connect(DIAL, server.address)
+        connection = exchange(server, client)
+        client.send(DIAL, b"goodbye")
+        client.close()
+        assert select.select([server._monitor_descriptor], [], [], 30.0)[0]
+        assert list(server.poll(30.0)) == [Inbound(connection, "", b"goodbye"), Closed(connection)]
 
 
 def killed_client(address: str, code: str) -> subprocess.Popen[str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from disagg.core.errors import RequestAborted
+from disagg.core.errors import DisaggError, RequestAborted
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.verification import ChecksumWorker
 
@@ -41,18 +41,22 @@ def test_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_checksums_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    summed: queue.SimpleQueue[tuple[object, ...]] = queue.SimpleQueue()
-    worker = ChecksumWorker(name="decode-0/0", on_summed=lambda *each: summed.put(each), on_death=lambda _: None)
+    summed: queue.SimpleQueue[tuple[int | None, DisaggError | None]] = queue.SimpleQueue()
+
+    def put(sums: int | None, error: DisaggError | None) -> None:
+        summed.put((sums, error))
+
+    worker = ChecksumWorker(name="decode-0/0", on_death=lambda _: None)
     with no_threads(monkeypatch):
-        worker.submit("first", lambda: 1)
-    token, sums, error = summed.get_nowait()
-    assert (token, sums, type(error)) == ("first", None, RequestAborted)
+        worker.submit(lambda: 1, put)
+    sums, error = summed.get_nowait()
+    assert (sums, type(error)) == (None, RequestAborted)
     assert REFUSAL in str(error)
     worker.stop(PATIENCE_S)  # nothing has started
-    worker = ChecksumWorker(name="decode-0/0", on_summed=lambda *each: summed.put(each), on_death=lambda _: None)
+    worker = ChecksumWorker(name="decode-0/0", on_death=lambda _: None)
     with no_threads(monkeypatch):
-        worker.submit("first", lambda: 1)
-    assert summed.get_nowait()[0] == "first"
-    worker.submit("second", lambda: 2)
-    assert summed.get(timeout=PATIENCE_S) == ("second", 2, None)
+        worker.submit(lambda: 1, put)
+    assert summed.get_nowait()[0] is None
+    worker.submit(lambda: 2, put)
+    assert summed.get(timeout=PATIENCE_S) == (2, None)
     worker.stop(PATIENCE_S)

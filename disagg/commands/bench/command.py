@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import time
 import typing
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,14 +56,34 @@ Examples:
 """
 
 
+QUIET_S = 30.0
+"""How long a case shows no progress in a log."""
+
+
+class PlainProgress:
+    """Progress as lines of a log."""
+
+    def __init__(self) -> None:
+        self._case, self._shown_at = "", 0.0
+
+    def show(self, text: str) -> None:
+        """Print a step, `case N of M, ...: step`, if it is the first of its case, or nothing was printed for `QUIET_S`."""
+        case, now = text.rpartition(": ")[0], time.monotonic()
+        if case != self._case or now >= self._shown_at + QUIET_S:
+            print(text, file=sys.stderr, flush=True)
+            self._case, self._shown_at = case, now
+
+
 @contextmanager
 def progress_to(console: Console) -> Iterator[Progress]:
-    """A function that shows progress: one line that changes on a terminal, plain lines elsewhere."""
+    """A function that shows progress: one line that changes on a terminal; elsewhere a line for each case, and one now and then
+    in a long one.
+    """
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
     else:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
+        yield PlainProgress().show
 
 
 def run_cases(

@@ -339,6 +339,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
+LEGEND = (
+    "of: mean size of a piece. way: pieces are packed into buffers, or go direct from row to row. ceiling: GB/s of the engine "
+    "alone, with one block for each pair of ranks; ratio: GB/s as a share of it. CPU %: 100 is one core. ended: whether the "
+    "ranks ended by themselves. (inferred): the engine does not say which transport it uses."
+)
+"""Explains columns of the table whose names do not."""
+
+
 def cells(row: Row) -> tuple[str, ...]:
     """A row as the table's columns."""
     return (

@@ -14,6 +14,7 @@ from rich.console import Console
 from disagg.commands.bench.html import write_html
 from disagg.commands.bench.plot import check_plot, plot
 from disagg.commands.bench.report import (
+    LEGEND,
     PACED_TITLE,
     PHASES_TITLE,
     Row,
@@ -89,6 +90,8 @@ def print_rows(rows: Sequence[Row], *, latency: bool = False) -> None:
     """
     console = Console()
     show(latency_table(rows) if latency else table(rows), console)
+    if not latency:
+        print(LEGEND, flush=True)
     if (phases := phases_table(rows)) is not None:
         console.print(f"\n{PHASES_TITLE}")
         show(phases, console)

@@ -28,7 +28,11 @@ Examples:
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="A control address that must be reachable from here.")
 @click.option(
-    "--engine", "names", multiple=True, type=click.Choice(list(ENGINES)), help="Examine this engine only; default: all."
+    "--engine",
+    "names",
+    multiple=True,
+    type=click.Choice(list(ENGINES)),
+    help="Examine this engine only, and report an error if it does not work; default: all.",
 )
 @click.option(
     "--engines/--no-engines", "start_engines", default=True, help="Start engines in child processes and measure them."
@@ -67,7 +71,7 @@ def doctor(
     findings = []
     examined = examine(
         Machine(shm=shm),
-        names=names or tuple(ENGINES),
+        names=names,
         peers=peers,
         require_rdma=require == "rdma",
         watch_s=watch_s,

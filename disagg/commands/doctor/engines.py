@@ -23,12 +23,14 @@ class Distribution:
     exclusive: bool = False
 
 
+IN_CLONE = ", in a clone of disagg"
+"""Where the extras of this project can be installed from."""
 ENGINES: Mapping[str, Distribution] = {
-    "nixl": Distribution(("nixl", "nixl-cu12", "nixl-cu13"), "pip install nixl"),
+    "nixl": Distribution(("nixl", "nixl-cu12", "nixl-cu13"), "pip install '.[nixl]'" + IN_CLONE),
     "mooncake": Distribution(
         ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
-        "pip install mooncake-transfer-engine-non-cuda (with CUDA 12: mooncake-transfer-engine; 13: "
-        "mooncake-transfer-engine-cuda13)",
+        "pip install '.[mooncake-cpu]' (with CUDA 12: '.[mooncake]'; with CUDA 13: the package mooncake-transfer-engine-cuda13)"
+        + IN_CLONE,
         ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"),
         exclusive=True,
     ),
@@ -202,7 +204,8 @@ def nvlink(machine: Machine) -> Iterator[Finding]:
             Level.WARNING,
             str(error),
             "backend 'nvlink' cannot be used: transfers between GPUs of this host use another engine",
-            "pip install cuda-bindings nvidia-cuda-nvrtc for the driver's CUDA version, which nvidia-smi shows",
+            f"pip install '.[nvlink]'{IN_CLONE}; if nvidia-smi shows another CUDA version than 13: the packages cuda-bindings "
+            "and nvidia-cuda-nvrtc of that version",
         )
         return
     yield ok("nvlink", "the driver and its bindings work")

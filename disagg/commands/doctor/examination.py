@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from disagg.commands.doctor import engines, network
 from disagg.commands.doctor.environment import environment
@@ -14,14 +15,15 @@ from disagg.machine.rdma import memlock, rdma, watch
 def examine(
     machine: Machine,
     *,
-    names: Sequence[str] = tuple(engines.ENGINES),
+    names: Sequence[str] = (),
     peers: Sequence[str] = (),
     require_rdma: bool = False,
     watch_s: float | None = None,
     start_engines: bool = True,
 ) -> Iterator[Finding]:
-    """Every finding as soon as it is known; engines last, since they take seconds. `watch_s`: how long to watch the traffic of
-    RDMA devices. Raises `ConfigError` for an invalid peer.
+    """Every finding as soon as it is known; engines last, since they take seconds. Network engines are those of `names`, of
+    which one must work, or all (none named), which may all be missing where engines of one host work. `watch_s`: how long to
+    watch the traffic of RDMA devices. Raises `ConfigError` for an invalid peer.
     """
     yield from rdma(machine, required=require_rdma)
     if not machine.rdma_devices:
@@ -39,19 +41,29 @@ def examine(
     if not start_engines:
         yield ptrace(machine)
         return
-    yield engines.cma(machine)
-    yield from engines.gpu_peers(machine)
-    yield from engines.nvlink(machine)
-    worked = False
-    for name in names:
+    on_one_host: list[str] = []
+    for finding in chain([engines.cma(machine)], engines.gpu_peers(machine), engines.nvlink(machine)):
+        if finding.level is Level.OK and finding.topic in ("cma", "nvlink"):
+            on_one_host.append(finding.topic)
+        yield finding
+    works = False
+    for name in names or tuple(engines.ENGINES):
         for finding in engines.engine(name, machine):
-            worked |= finding.level is Level.OK
+            works |= finding.level is Level.OK
             yield finding
-    if not worked:
-        yield Finding(
-            "engines", Level.ERROR, f"no network engine works here, of {', '.join(names)}",
-            "no state can be moved between hosts", "apply the fix of one engine above, then run disagg doctor again",
-        )  # fmt: skip
+    if not works:
+        yield _no_network_engine(names, on_one_host)
+
+
+def _no_network_engine(names: Sequence[str], on_one_host: Sequence[str]) -> Finding:
+    """No network engine works. That is an error if the user has named some, or no engine of one host works either."""
+    nearby = f"{', '.join(on_one_host)} works" if on_one_host else "no engine works either"
+    return Finding(
+        "engines", Level.ERROR if names or not on_one_host else Level.WARNING,
+        f"no network engine works here, of {', '.join(names or engines.ENGINES)}; between processes of this host {nearby}",
+        "no state can be moved between hosts" if on_one_host else "no state can be moved",
+        "apply the fix of one engine above, then run disagg doctor again",
+    )  # fmt: skip
 
 
 def worst(findings: Iterable[Finding]) -> Level:

@@ -64,13 +64,13 @@ class Requests:
         if self._error is not None:
             raise self._error
         after = msgspec.structs.asdict(self._manager.stats)
-        delta = {name: after[name] - self._before[name] for name in after if isinstance(after[name], int | float)}
+        spent = Stats(**{name: after[name] - self._before[name] for name in after})
         return RunReport(
             results=tuple(self._results),
-            nbytes=int(delta["nbytes"]),
-            posts=int(delta["pieces"]),
-            seconds={name.removesuffix("_s"): float(value) for name, value in delta.items() if name.endswith("_s")},
-            ways={way: int(count) for way, count in Stats(**delta).nbytes_by_way.items() if count},
+            nbytes=spent.nbytes,
+            posts=spent.pieces,
+            seconds=spent.phases,
+            ways={way: count for way, count in spent.nbytes_by_way.items() if count},
         )
 
     def _run(self) -> None:
