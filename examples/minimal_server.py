@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class Worker:
             elif not event.ok:
                 yield {"id": request.id.hex(), "error": str(event.error)}
             # Also after a failure: pages may be reused only after the lease is released, when no transfer can touch them.
-            event.lease.on_release(lambda pages=request.pages: self.cache.give_back(pages))  # type: ignore[misc]
+            event.lease.on_release(partial(self.cache.give_back, request.pages))
 
     def _begin(self, command: dict[str, Any]) -> bool:
         """Start a request; `False` if too few pages are free."""

@@ -8,8 +8,8 @@ proxy asks that server once, with a prompt of one token. A request that fails be
 tried again, with a new id. vLLM's decode computes a prompt that it cannot get. An error of the request (4xx) goes to the client
 as the server answered it. A vLLM server that prefills a request which then fails, or whose client leaves, is told so, and need
 not keep its blocks. With `--keep` vLLM's decode servers keep the state of an answer, and a prefill server takes it with the
-next turn of the conversation: a request whose `messages` begin with those of the one before. Requires aiohttp, which both
-servers require too.
+next turn of the conversation: a request whose `messages` begin with those of the one before. `POST /admin/drain` empties a
+decode server: with `--move` streamed answers go on at another one of vLLM's. Requires aiohttp, which both servers require too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import logging
 import secrets
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Container, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import (
@@ -62,6 +62,32 @@ MAX_MESSAGES = 4096
 """A request with more messages is no turn of a conversation: to name each would hold up all other requests."""
 KEPT_TIMEOUT_S = 5.0
 """How long decode may take to say what it keeps of a request."""
+DRAIN_INTERVAL_S = 0.05
+"""How often a server that drains is looked at."""
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+DONE = b"data: [DONE]\n\n"
+INCOMPLETE = "\ufffd"
+"""How a text ends whose last character is not complete."""
+OF_THE_PROMPT = frozenset(
+    {
+        *("prompt", "messages", "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "chat_template"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents", "request_id"),
+    }
+)
+CHECKED_BY_DECODE = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
+        *("logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids", "ignore_eos", "min_tokens", "max_tokens"),
+        *("max_completion_tokens", "skip_special_tokens", "spaces_between_special_tokens", "structured_outputs"),
+        *("response_format", "thinking_token_budget", "repetition_detection", "watermarking", "vllm_xargs"),
+    }
+)
+"""Fields of which decode says whether another server can go on with them, and how."""
+GOES_ON_WITH = frozenset({"model", "user", "cache_salt", "priority", "stream_interval", "session_id"})
+OF_LOGPROBS = frozenset({"logprobs", "logprob_token_ids", "return_tokens_as_token_ids"})
+OF_THE_FORM = frozenset({"stream", "stream_options", "stop", "include_stop_str_in_output", "return_token_ids", "n"})
+MAY_MOVE = OF_THE_PROMPT | CHECKED_BY_DECODE | GOES_ON_WITH | OF_THE_FORM
+"""The fields of requests whose answers may move."""
 TURN_WAIT_S = 1.0
 """How long the next turn waits for that. Prefill then computes it without."""
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
@@ -151,7 +177,7 @@ class Place:
 @dataclass(frozen=True)
 class Attempt:
     """A request, the servers that it goes to, the place of prefill, and the room in which they meet. Prefill takes `kept`, the
-    hand-over of the turn before, and decode keeps the request by the id `keep`, if there is one.
+    hand-over of the turn before, and `own` are parameters for vLLM's decode only.
     """
 
     prefill: Server
@@ -162,7 +188,7 @@ class Attempt:
     headers: Mapping[str, str]
     room: int
     kept: Body | None = None
-    keep: str = ""
+    own: Body = field(default_factory=dict)
 
     @property
     def transfer_id(self) -> str:
@@ -177,7 +203,8 @@ class Client:
         self._session = session
         self._known: dict[str, Server] = {}
         self._places: dict[str, Iterator[Place]] = {}
-        self._giving_up: set[asyncio.Task[None]] = set()
+        self._parses_tools: dict[str, bool] = {}
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def server(self, url: str, headers: Mapping[str, str]) -> Server:
         """Which kind of server there is at `url`: SGLang names its bootstrap port. vLLM has no such path, or names no port.
@@ -199,34 +226,52 @@ class Client:
         """Tell vLLM that nobody takes the request that it prefills, and ask it again where it is before the next request."""
         if not attempt.prefill.is_sglang:
             self.forget(attempt.prefill)
-            task = asyncio.create_task(self._give_up(attempt))
-            self._giving_up.add(task)
-            task.add_done_callback(self._giving_up.discard)
+            asked = told(attempt.body.get("model"), abort_request_id=attempt.transfer_id)
+            self.tell_later(attempt.prefill, {**attempt.headers, **attempt.place.headers}, asked)
 
-    async def _give_up(self, attempt: Attempt) -> None:
-        """VLLM learns that with another request, of a single token."""
-        asked = {"prompt": [0], "kv_transfer_params": {"abort_request_id": attempt.transfer_id}, "max_tokens": 1}
-        asked |= {key: attempt.body[key] for key in ("model",) if key in attempt.body}
-        headers = {name: value for name, value in attempt.headers.items() if name == "Authorization"}
-        headers |= attempt.place.headers
-        url = f"{attempt.prefill.url}/v1/completions"
+    def tell_later(self, server: Server, headers: Mapping[str, str], asked: Body) -> None:
+        """Tell a vLLM server something that nobody waits for."""
+        task = asyncio.create_task(self._tell_later(server, headers, asked))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell_later(self, server: Server, headers: Mapping[str, str], asked: Body) -> None:
+        given = without_id(headers)
         with suppress(ClientError, TimeoutError):
-            async with self.open("POST", url, headers=headers, json=asked, timeout=GIVE_UP_TIMEOUT):
+            async with self.open("POST", server.url + COMPLETIONS, headers=given, json=asked, timeout=GIVE_UP_TIMEOUT):
                 pass
 
     async def kept(self, decode: Server, headers: Mapping[str, str], model: Any, keep: str) -> Body | None:
         """The hand-over of a request that decode has kept by this id; `None` if it has not."""
-        asked = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"kept_request_id": keep}}
-        if model is not None:
-            asked["model"] = model
         try:
             async with asyncio.timeout(KEPT_TIMEOUT_S):
-                answer = await self.ask(decode, "/v1/completions", asked, headers)
+                found: Body | None = (await self.tell(decode, headers, told(model, kept_request_id=keep))).get("kept")
         except (ClientError, Failed, Refused, TimeoutError) as error:
-            reason = str(error) or f"no answer within {KEPT_TIMEOUT_S:g} s"
-            logger.warning("%s does not say what it keeps: %s", decode.url, reason)
+            logger.warning("%s does not say what it keeps: %s: %s", decode.url, type(error).__name__, error)
             return None
-        return (answer.get("kv_transfer_params") or {}).get("kept")
+        return found
+
+    async def tell(self, decode: Server, headers: Mapping[str, str], asked: Body) -> Any:
+        """What the connector of vLLM's decode answers to what it is told. Raises as `ask` does."""
+        answer = await self.ask(decode, COMPLETIONS, asked, without_id(headers))
+        return answer.get("kv_transfer_params") or {}
+
+    async def parses_tools(self, decode: Server, headers: Mapping[str, str], model: Any) -> bool:
+        """Whether a vLLM server parses answers to chats for calls of tools. Only one that does not refuses such a request."""
+        if decode.url not in self._parses_tools:
+            tool = {"type": "function", "function": {"name": "none", "parameters": {"type": "object", "properties": {}}}}
+            asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "auto", "max_tokens": 1}
+            try:
+                await self.ask(decode, CHATS, asked if model is None else {**asked, "model": model}, headers)
+                self._parses_tools[decode.url] = True
+            except Refused as refused:
+                self._parses_tools[decode.url] = b"--tool-call-parser" not in refused.body
+        return self._parses_tools[decode.url]
+
+    async def text(self, server: Server, headers: Mapping[str, str], model: Any, tokens: list[int]) -> str:
+        """The text of tokens. Raises as `ask` does."""
+        asked = {"tokens": tokens} if model is None else {"tokens": tokens, "model": model}
+        return str((await self.ask(server, "/detokenize", asked, headers))["prompt"])
 
     async def place(self, prefill: Server, decode: Server, headers: Mapping[str, str]) -> Place:
         """Where decode finds what a server prefills next. vLLM answers that to a prompt of one token, and is asked once."""
@@ -270,6 +315,7 @@ class Client:
         except ClientError:
             origin = str(URL(url).origin())
             self._known.pop(origin, None)  # until it answers, nobody computes anything for it
+            self._parses_tools.pop(origin, None)
             self._places.pop(origin, None)
             raise
 
@@ -378,7 +424,9 @@ def hand_over(attempt: Attempt) -> HandOver:
     to_vllm = {**place, "do_remote_prefill": True, "remote_request_id": attempt.transfer_id}
     if prefill.is_sglang:
         where = {"bootstrap_host": URL(prefill.url).host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-        return HandOver({**body, **where, **route.fields}, {**body, **where} if decode.is_sglang else for_vllm(body, to_vllm))
+        return HandOver(
+            {**body, **where, **route.fields}, {**body, **where} if decode.is_sglang else for_vllm(body, to_vllm, attempt.own)
+        )
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
@@ -389,16 +437,28 @@ def hand_over(attempt: Attempt) -> HandOver:
     if attempt.kept:
         asked["kv_transfer_params"]["kept"] = attempt.kept
     if not decode.is_sglang:
-        return HandOver(asked, for_vllm(body, to_vllm, keep=attempt.keep))
+        return HandOver(asked, for_vllm(body, to_vllm, attempt.own))
     address = URL(place["remote_address"])
     host = {"bootstrap_host": f"{place['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
     return HandOver(asked, {**body, **host, "bootstrap_room": room})
 
 
-def for_vllm(body: Body, params: Body, *, keep: str = "") -> dict[str, Any]:
-    """A request to vLLM's decode with the parameters of a hand-over, which it keeps by this id."""
-    given = {**params, "keep": keep} if keep else params
-    return {**body, "kv_transfer_params": given} if given else dict(body)
+def for_vllm(body: Body, params: Body, own: Body) -> dict[str, Any]:
+    """A request to vLLM's decode with the parameters of a hand-over and its `own`. One that may move names its tokens."""
+    given = {**params, **own}
+    tokens = {"return_token_ids": True} if "move_id" in own else {}
+    return {**body, **tokens, "kv_transfer_params": given} if given else dict(body)
+
+
+def told(model: Any, **params: Any) -> dict[str, Any]:
+    """A request of one token that tells something to vLLM's connector."""
+    asked = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+    return asked if model is None else {**asked, "model": model}
+
+
+def without_id(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a client's request for another one beside it."""
+    return {name: value for name, value in headers.items() if name != "X-Request-Id"}
 
 
 def is_told(found: Body | None, told: Body) -> bool:
@@ -460,7 +520,7 @@ def is_server_error(event: Body) -> bool:
     return bool(error) and not (isinstance(code, int) and 400 <= code < 500)
 
 
-async def read_events(answer: ClientResponse, first: Awaitable[Body] | None) -> AsyncIterator[bytes]:
+async def read_events(answer: ClientResponse, first: Awaitable[Body] | None) -> AsyncGenerator[bytes]:
     """The lines of a stream of events; the first part ends with the first event. `first` is as in `fill_in`.
 
     Raises `Failed` if the first event is an error of the server, or there is none.
@@ -505,19 +565,422 @@ async def send(request: web.Request, answer: ClientResponse, first: bytes, other
     return response
 
 
+class StopStrings:
+    """Finds stop strings in the text of an answer that has moved, as vLLM does: the other server does not know the text before.
+
+    The last characters are held back, as many as may belong to a stop string, unless the client wants it (`is_included`).
+    """
+
+    def __init__(self, stop: list[str], text: str, num_sent: int, *, is_included: bool, min_tokens: int) -> None:
+        self._stop, self._text, self._is_included, self._min_tokens = stop, text, is_included, min_tokens
+        self._num_held = 0 if is_included else max((len(each) - 1 for each in stop), default=0)
+        self._num_sent = num_sent
+
+    def send(self) -> str:
+        """What the client may have of the text before."""
+        return self._send(len(self._text) - self._num_held)
+
+    def add(self, text: str, num_tokens: int, *, is_end: bool) -> tuple[str, str]:
+        """What the client gets next, and the stop string with which the answer ends there; empty if it does not. `num_tokens`
+        are those of the answer with `text`, which ends if `is_end`.
+        """
+        start = len(self._text)
+        self._text += text
+        found = []
+        for each in self._stop if num_tokens > self._min_tokens and text else ():
+            at = self._text.find(each, max(0, start - len(each) + 1))
+            if at >= 0:
+                found.append((at + len(each), at, each))
+        if found:
+            end, at, each = min(found, key=lambda one: one[0])
+            self._text = self._text[: end if self._is_included else at]
+            return self._send(len(self._text)), each
+        return self._send(len(self._text) - (0 if is_end else self._num_held)), ""
+
+    def _send(self, stop: int) -> str:
+        start, self._num_sent = self._num_sent, max(self._num_sent, stop)
+        return self._text[start : self._num_sent]
+
+
+class Answer:
+    """An answer that a decode server gives. A stream of vLLM's may go on at another server, without a `reason` against it.
+
+    The server says whether it stops the request and what it has left. The other one gets the prompt and the answer so far as
+    tokens. The client gets the same fields as before, one text, and one count of tokens.
+    """
+
+    def __init__(self, client: Client, path: str, body: Body, headers: Mapping[str, str], keep: str, server: Server) -> None:
+        self._client, self._path, self._body, self.headers, self._keep = client, path, body, headers, keep
+        self.server, self.reason = server, reason_to_stay(path, body, server)
+        self.id = ""
+        self.tokens: list[int] = []
+        self.has_begun = False
+        self.target: Server | None = None
+        """The server that is asked to go on."""
+        self._prompt: list[int] = []
+        self._text, self._num_sent = "", 0
+        self._template: dict[str, Any] = {}
+        self._usage: dict[str, Any] | None = None
+        self._fingerprint: Any = None
+        self._move_id = secrets.token_hex(16)
+        self._stopping: asyncio.Task[Any] | None = None
+        self._targets: list[Server] = []
+        self._drained: Container[str] = ()
+        self._moved: asyncio.Future[str] | None = None
+        """Why it stays, once its server has stopped it: empty if it has moved. `None` while nobody moves it."""
+        self.num_before = 0
+        """How many tokens the answer had when this server began."""
+        self._offset, self._offset_before = 0, 0
+        """Where the next token begins in the text, as log-probabilities say it, and where this server's first one does."""
+        self._left: dict[str, Any] | None = None
+        """The sampling parameters of a request that its server has stopped, until another one goes on with them."""
+        self._kept: Body | None = None
+        """What that server has kept, if it has said so at once."""
+        self._is_whole = False
+        """Whether the text so far is that of all tokens: the last event has brought one token, and its text."""
+        self._stops: StopStrings | None = None
+        self._incomplete: str | None = None
+        """The text before an incomplete character at which the answer has moved: vLLM begins with the whole text then."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Parameters for vLLM's decode only."""
+        return self._own(self._move_id)
+
+    def _own(self, move_id: str) -> dict[str, Any]:
+        return ({"keep": self._keep} if self._keep else {}) | ({} if self.reason else {"move_id": move_id})
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it is to leave the server that it is at."""
+        return self._moved is not None
+
+    def is_at(self, url: str) -> bool:
+        """Whether a server generates it, or is asked to go on with it."""
+        return self.server.url == url or (self.target is not None and self.target.url == url)
+
+    async def move(self, targets: list[Server], drained: Container[str]) -> str:
+        """Let it go on at the first of the servers that can, and whose URL is not `drained` by then. Returns why it stays,
+        nothing if it has moved. Only one call at a time.
+        """
+        if self.reason or not targets:
+            return self.reason or "no other server of vLLM decodes"
+        self._targets, self._drained, self._moved = targets, drained, asyncio.get_running_loop().create_future()
+        try:
+            return await self._stop() or await self._moved
+        finally:
+            self._moved = None
+
+    async def _stop(self) -> str:
+        """Let the server stop it. Returns why it does not. A full server answers once it has room, however long that takes."""
+        is_chat, model = self._path == CHATS, self._body.get("model")
+        try:
+            if is_chat and await self._client.parses_tools(self.server, self.headers, model):
+                return "the server may parse its answers to chats"
+            asked = told(model, stop_request_id=self._move_id, is_chat=is_chat)
+            self._stopping = asyncio.create_task(self._client.tell(self.server, self.headers, asked))
+            answer = await asyncio.shield(self._stopping)
+        except (ClientError, Failed, Refused) as error:
+            return str(error)
+        return "" if "stopped" in answer else str(answer.get("not_stopped") or "the server stops no requests")
+
+    def _note_move(self, reason: str) -> None:
+        """Tell who waits for it that it has moved, or for what reason it stays."""
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(reason)
+
+    async def events(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """What the client gets of a server's stream, and of those that go on with it."""
+        try:
+            async with aclosing(self._first_events(parts)) as events:
+                async for event in events:
+                    yield event
+            while self._left is not None:
+                async with self._opened(self._left) as others, aclosing(self._later_events(others)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            self._note_move("it has ended")
+            if self._stopping is not None or self._left is not None:  # the client has left meanwhile
+                self._abort(self.server, self._move_id)
+
+    async def _first_events(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """Those of the server that was asked first: as they are, but without what the client has not asked for."""
+        async for line in lines_of(parts):
+            event = read_event(line)
+            if event is None or event.get("error"):
+                if self._left is None:
+                    yield line + b"\n\n"
+                continue
+            self.id = event["id"]
+            if not event["choices"]:
+                self._usage = event
+                if self._left is None:
+                    yield write_event(event)
+                continue
+            (choice,) = event["choices"]
+            self._prompt = event.get("prompt_token_ids") or choice.get("prompt_token_ids") or self._prompt
+            self.tokens += choice.get("token_ids") or ()
+            text = (choice["text"] if self._path == COMPLETIONS else choice["delta"].get("content")) or ""
+            self._text += text
+            self._is_whole = bool(text) and len(choice.get("token_ids") or ()) == 1 and not self._body.get("stop")
+            if not self._body.get("return_token_ids"):
+                hide_tokens(event)
+            if choice["finish_reason"] and await self._has_stopped(choice["finish_reason"]):
+                stop = self._body.get("stop") or []
+                self._stops = StopStrings(
+                    [stop] if isinstance(stop, str) else stop,
+                    self._text,
+                    self._num_sent,
+                    is_included=bool(self._body.get("include_stop_str_in_output")),
+                    min_tokens=self._body.get("min_tokens") or 0,
+                )
+                text = self._stops.send()
+                self._fingerprint = event.pop("system_fingerprint", None)
+                choice["finish_reason"] = None
+                if self._path == COMPLETIONS:
+                    choice["text"], choice["stop_reason"] = text, None
+                else:
+                    choice["delta"]["content"] = text
+                    del choice["stop_reason"]
+            self._move_offset(choice)
+            self._num_sent += len(text)
+            self._template, self.has_begun = event, bool(self._prompt and self.tokens)
+            yield write_event(event)
+
+    async def _later_events(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """Those of a server that goes on, in the form of the first one's."""
+        assert self._stops is not None
+        async for line in lines_of(parts):
+            event = read_event(line)
+            if event is None:
+                continue
+            if event.get("error"):
+                yield line + b"\n\n"
+                continue
+            for choice in event["choices"]:
+                self.tokens += choice["token_ids"] or ()
+                self._is_whole = bool(choice["text"]) and len(choice["token_ids"] or ()) == 1
+                text, reason = await self._whole(choice["text"]), choice["finish_reason"]
+                if reason and await self._has_stopped(reason):
+                    reason = None
+                self._text += text
+                text, found = self._stops.add(text, len(self.tokens), is_end=bool(reason))
+                ending = ("stop", found) if found else (reason, choice["stop_reason"])
+                yield write_event(self._event(choice, text, *ending))
+                if found or reason:
+                    if self._usage is not None:
+                        yield write_event(self._counted(self._usage))
+                    yield DONE
+                if found:
+                    if self._left is not None:
+                        self._left = None
+                        self._abort(self.server, self._move_id)
+                    return
+
+    async def _has_stopped(self, reason: str) -> bool:
+        """Whether an answer that ends for this reason was stopped to move."""
+        if self._stopping is None:
+            return False
+        try:
+            answer = await self._stopping
+        except (ClientError, Failed, Refused) as error:
+            if reason == "length":
+                raise Failed(f"{self.server.url} may have stopped the request, and has not said so: {error}") from error
+            return False
+        self._stopping, left = None, answer.get("stopped")
+        if left is None:
+            return False
+        if reason != "length" or len(self.tokens) - self.num_before >= left["max_tokens"]:
+            self._abort(self.server, self._move_id)
+            return False
+        self._left, self._kept = left, answer.get("kept")
+        return True
+
+    def _abort(self, server: Server, move_id: str) -> None:
+        """Nobody takes what a server has kept."""
+        self._client.tell_later(server, self.headers, told(self._body.get("model"), abort_request_id=move_id))
+
+    @asynccontextmanager
+    async def _opened(self, left: dict[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The stream of the first server that goes on, at last of the one that has stopped. Raises `Failed` if none does."""
+        source, model = self.server, self._body.get("model")
+        kept = self._kept or await self._client.kept(source, self.headers, model, self._move_id)
+        failure: Exception = Failed("the others are drained")
+        for server in [*self._targets, source]:
+            if server is not source and server.url in self._drained:
+                continue
+            self.target, move_id = server, secrets.token_hex(16)
+            async with AsyncExitStack() as stack:
+                try:
+                    asked = self._continuation(left, kept, move_id)
+                    answer = await stack.enter_async_context(
+                        self._client.open("POST", server.url + COMPLETIONS, headers=self.headers, json=asked)
+                    )
+                    await check(answer)
+                    others = read_events(answer, None)
+                    first = await anext(others)
+                    self._incomplete = await self._incomplete_text(server)
+                except (ClientError, Failed, Refused) as error:
+                    logger.warning("%s does not go on with %s: %s", server.url, self.id, error)
+                    failure = error
+                    if kept is not None:
+                        self._abort(source, self._move_id)
+                        kept = None
+                    continue
+                logger.info("%s goes on at %s after %d tokens", self.id, server.url, len(self.tokens))
+                self.server, self.target, self._move_id, self._left = server, None, move_id, None
+                self.num_before, self._offset_before = len(self.tokens), self._offset
+                self._note_move("" if server is not source else f"no other server goes on with it: {failure}")
+                yield begin_with(first, others)
+                return
+        raise Failed(f"no server goes on with the answer: {failure}")
+
+    def _continuation(self, left: dict[str, Any], kept: Body | None, move_id: str) -> dict[str, Any]:
+        """What a server is asked that goes on. The proxy itself looks for stop strings."""
+        fields = GOES_ON_WITH | OF_LOGPROBS if self._path == COMPLETIONS else GOES_ON_WITH
+        num_done = len(self.tokens) - self.num_before
+        counted = {"max_tokens": left["max_tokens"] - num_done, "min_tokens": max(0, left["min_tokens"] - num_done)}
+        return {
+            **{name: value for name, value in self._body.items() if name in fields},
+            **left,
+            **counted,
+            "prompt": self._prompt + self.tokens,
+            "stream": True,
+            "return_token_ids": True,
+            "kv_transfer_params": {**self._own(move_id), **({} if kept is None else {"kept": kept})},
+        }
+
+    async def _incomplete_text(self, server: Server) -> str | None:
+        """The text of the prompt and the answer before a character that is not complete; `None` if there is no such character.
+
+        Raises `Failed` if the text of the tokens does not tell: the client does not get special tokens.
+        """
+        if self._is_whole:
+            return None
+        model = self._body.get("model")
+        known = await self._client.text(server, self.headers, model, self._prompt)
+        whole = await self._client.text(server, self.headers, model, self._prompt + self.tokens)
+        begun = ("" if known.endswith(INCOMPLETE) else known) + self._text
+        if whole == begun or INCOMPLETE not in whole[-64:]:
+            return None
+        if whole.startswith(begun) and whole.endswith(INCOMPLETE):
+            return begun
+        raise Failed("the text so far is not that of its tokens")
+
+    async def _whole(self, text: str) -> str:
+        """The text of the first characters after a move, of `text` as the server gives it."""
+        if self._incomplete is None or not text:
+            return text
+        begun, self._incomplete = self._incomplete, None
+        if not begun:
+            return text
+        tokens = self._prompt + self.tokens
+        whole = await self._client.text(self.server, self.headers, self._body.get("model"), tokens)
+        new = whole[len(begun) :]
+        while new.endswith(INCOMPLETE) and not text.endswith(new):
+            new = new[:-1]
+        if not (new and whole.startswith(begun) and text.endswith(new)):
+            raise Failed("the text of a character that was not complete is not that of its tokens")
+        return new
+
+    def _event(self, choice: dict[str, Any], text: str, reason: str | None, stop_reason: Any) -> dict[str, Any]:
+        """An event for the client of one of a server that goes on."""
+        (found,) = self._template["choices"]
+        tokens = choice["token_ids"] if self._body.get("return_token_ids") else None
+        self._move_offset(choice)
+        new = {**found, "finish_reason": reason, "token_ids": tokens}
+        if self._path == COMPLETIONS:
+            new |= {"text": text, "logprobs": choice["logprobs"], "stop_reason": stop_reason, "prompt_token_ids": None}
+        else:
+            new |= {"delta": {"content": text}} | ({"stop_reason": stop_reason} if reason else {})
+        event = {**self._template, "choices": [new]}
+        if reason and self._fingerprint is not None:
+            event["system_fingerprint"] = self._fingerprint
+        return self._counted(event) if event.get("usage") else event
+
+    def _move_offset(self, choice: dict[str, Any]) -> None:
+        """Let the log-probabilities of a completion say where its tokens begin in the text of the whole answer."""
+        found = choice.get("logprobs")
+        if self._path == COMPLETIONS and found and found["tokens"]:
+            found["text_offset"] = [at + self._offset_before for at in found["text_offset"]]
+            self._offset = found["text_offset"][-1] + len(found["tokens"][-1])
+
+    def _counted(self, event: dict[str, Any]) -> dict[str, Any]:
+        """An event with the count of all tokens."""
+        num_prompt, count = event["usage"]["prompt_tokens"], len(self.tokens)
+        usage = {**event["usage"], "completion_tokens": count, "total_tokens": num_prompt + count}
+        return {name: value for name, value in event.items() if name != "metrics"} | {"usage": usage}
+
+
+def reason_to_stay(path: str, body: Body, server: Server) -> str:
+    """Why an answer cannot go on at another server, as far as its request says; empty if nothing is against it."""
+    if server.is_sglang:
+        return "SGLang stops no requests"
+    if path not in (COMPLETIONS, CHATS):
+        return f"answers to {path} cannot be continued"
+    if body.get("stream") is not True:
+        return "the answer is not streamed"
+    if has_several_prompts(body) or any(count not in (None, 1) for count in num_answers(body)):
+        return "there are several answers"
+    known = MAY_MOVE | OF_LOGPROBS if path == COMPLETIONS else MAY_MOVE
+    others = [name for name, value in body.items() if value and name not in known]
+    return f"of its fields only the server knows what they do: {', '.join(others)}" if others else ""
+
+
+async def begin_with(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """All parts of a stream of which the first was read."""
+    yield first
+    async for part in others:
+        yield part
+
+
+async def lines_of(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines of a stream of events that are not empty."""
+    async for part in parts:
+        for line in part.splitlines():
+            if line:
+                yield line
+
+
+def read_event(line: bytes) -> Any:
+    """The event of a line; `None` if it has none."""
+    return json.loads(line[6:]) if line.startswith(b"data: {") else None
+
+
+def write_event(event: Body) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def hide_tokens(event: dict[str, Any]) -> None:
+    """Take the ids of tokens from an event."""
+    for part in (event, *event["choices"]):
+        part.update(dict.fromkeys({"prompt_token_ids", "token_ids"} & part.keys()))
+
+
 class Proxy:
     """Takes the servers of each side in turn."""
 
-    def __init__(self, prefills: list[str], decodes: list[str], *, retry_s: float, keep: bool = False) -> None:
+    def __init__(
+        self, prefills: list[str], decodes: list[str], *, retry_s: float, keep: bool = False, move: bool = False
+    ) -> None:
         self._prefills, self._decodes = itertools.cycle(prefills), itertools.cycle(decodes)
-        self._num_prefills, self._num_decodes, self._retry_s = len(prefills), len(decodes), retry_s
+        self._num_prefills, self._decode_urls, self._retry_s = len(prefills), frozenset(decodes), retry_s
+        self._num_decodes, self._moves = len(decodes), move
         self._conversations = Conversations() if keep else None
+        self._drains: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        """The servers that get no more requests."""
+        self._answers: set[Answer] = set()
+        self._passing: Counter[str] = Counter()
+        """How many other requests each server answers."""
         self._client: Client
 
     def application(self) -> web.Application:
-        """Every path has the same handler."""
+        """Every path but those of `/admin` has the same handler."""
         app = web.Application(client_max_size=MAX_BODY_NBYTES)
         app.cleanup_ctx.append(self._open_client)
+        app.router.add_post("/admin/drain", self._drain)
+        app.router.add_post("/admin/undrain", self._undrain)
         app.router.add_route("*", "/{path:.*}", self._handle)
         return app
 
@@ -562,25 +1025,107 @@ class Proxy:
     async def _attempt(self, request: web.Request, body: Body, names: list[bytes], kept: Body | None) -> web.StreamResponse:
         """Raises `Failed` or `ClientError` if the request may be tried again."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        decode = await self._client.server(next(self._decodes), headers)
+        while (decode := await self._client.server(next(self._open_decodes()), headers)).url in self._drains:
+            pass  # it is drained meanwhile
         is_turn = bool(names) and all(count in (None, 1) for count in num_answers(body))
         keep = secrets.token_hex(16) if is_turn and not decode.is_sglang else ""
-        response = await self._divided(request, body, headers, decode, kept, keep)
+        given = Answer(self._client, request.path, body, headers, keep, decode)
+        if not self._moves:
+            given.reason = given.reason or "the proxy moves none"
+        self._answers.add(given)
+        try:
+            response = await self._divided(request, body, headers, given, kept)
+        finally:
+            self._answers.discard(given)
         if keep and self._conversations is not None:
-            asking = self._client.kept(decode, headers, body.get("model"), keep)
+            asking = self._client.kept(given.server, headers, body.get("model"), keep)
             self._conversations.put(names, asyncio.create_task(asking))
         return response
+
+    def _open_decodes(self) -> Iterator[str]:
+        """The decode servers that get new requests, from the next one on. Raises `Failed` if there is none."""
+        urls = [url for url in itertools.islice(self._decodes, self._num_decodes) if url not in self._drains]
+        if not urls:
+            raise Failed("every decode server is drained")
+        next(self._decodes)
+        yield from urls
+
+    async def _drain(self, request: web.Request) -> web.StreamResponse:
+        """Give a server no more requests, let others go on with its answers, and respond once it has none."""
+        try:
+            url = await self._decode_of(request)
+        except Refused as refused:
+            return refused.response()
+        if url not in self._drains:
+            self._drains[url] = asyncio.create_task(self._empty(url))
+        return web.json_response(await asyncio.shield(self._drains[url]))  # it goes on if the client leaves
+
+    async def _undrain(self, request: web.Request) -> web.StreamResponse:
+        """Give a server requests again."""
+        try:
+            self._drains.pop(await self._decode_of(request), None)
+        except Refused as refused:
+            return refused.response()
+        return web.json_response({})
+
+    async def _empty(self, url: str) -> dict[str, Any]:
+        """Let other servers go on with the answers of one that gets no more. Returns which have moved, and which have not."""
+        own = asyncio.current_task()
+        tried: set[Answer] = set()
+        moving: dict[asyncio.Task[str], Answer] = {}
+        moved: list[dict[str, Any]] = []
+        stayed: list[dict[str, Any]] = []
+        while self._drains.get(url) is own:
+            here = [answer for answer in self._answers if answer.is_at(url)]
+            if not here and not moving and not self._passing[url]:
+                break
+            for answer in here:
+                if answer not in tried and not answer.is_moving and (answer.has_begun or answer.reason):
+                    tried.add(answer)
+                    moving[asyncio.create_task(self._move(answer))] = answer
+            if moving:
+                await asyncio.wait(moving, timeout=DRAIN_INTERVAL_S)
+            else:
+                await asyncio.sleep(DRAIN_INTERVAL_S)
+            for task in [task for task in moving if task.done()]:
+                answer = moving.pop(task)
+                if reason := task.result():
+                    stayed.append({"id": answer.id, "reason": reason})
+                else:
+                    moved.append({"id": answer.id, "tokens": answer.num_before})
+        return {"empty": self._drains.get(url) is own, "moved": moved, "stayed": stayed}
+
+    async def _move(self, answer: Answer) -> str:
+        """Let an answer go on at another server. Returns why it stays; empty if it has moved."""
+        targets = []
+        with suppress(Failed):
+            for url in self._open_decodes():
+                with suppress(ClientError, Failed, Refused):
+                    targets.append(await self._client.server(url, answer.headers))
+        others = [each for each in targets if not each.is_sglang and each.url != answer.server.url]
+        reason = await answer.move(others, self._drains)
+        if reason:
+            logger.info("%s stays at %s: %s", answer.id or "an answer", answer.server.url, reason)
+        return reason
+
+    async def _decode_of(self, request: web.Request) -> str:
+        """The decode server that a request of `/admin` names. Raises `Refused`."""
+        body = read_body(await request.read())
+        url = str(body.get("server")).rstrip("/") if isinstance(body, dict) else None
+        if url not in self._decode_urls:
+            raise Refused.because(f"server: expected one of {sorted(self._decode_urls)}, found {url!r:.100}")
+        return url
 
     async def _divided(
         self,
         request: web.Request,
         body: Body,
         headers: Mapping[str, str],
-        decode: Server,
+        given: Answer,
         kept: Body | None,
-        keep: str,
     ) -> web.StreamResponse:
         """Ask a prefill server and decode, or decode alone if there is none that can prefill the request."""
+        decode, own = given.server, given.own
         failure: Exception = Failed("no prefill server")
         for url in itertools.islice(self._prefills, self._num_prefills):
             try:
@@ -598,29 +1143,29 @@ class Proxy:
                     raise
                 failure = refused
                 continue
-            attempt = Attempt(prefill, decode, place, request.path, body, headers, 1 + secrets.randbelow(1 << 62), kept, keep)
+            attempt = Attempt(prefill, decode, place, request.path, body, headers, 1 + secrets.randbelow(1 << 62), kept, own)
             try:
-                return await self._ask_both(request, attempt)
+                return await self._ask_both(request, attempt, given)
             except NotPrefilled as error:
                 logger.warning("prefill server %s: %s", url, error)
-                failure = error.cause
+                failure, kept = error.cause, None  # it may have used it up
         if decode.is_sglang:
             raise failure
-        return await self._answer(request, decode, headers, HandOver({}, for_vllm(body, {}, keep=keep)))
+        return await self._answer(request, decode, headers, HandOver({}, for_vllm(body, {}, own)), given)
 
-    async def _ask_both(self, request: web.Request, attempt: Attempt) -> web.StreamResponse:
+    async def _ask_both(self, request: web.Request, attempt: Attempt, given: Answer) -> web.StreamResponse:
         """Ask both servers at once. Raises `NotPrefilled` if another prefill server should be asked, or decode alone."""
         asked, headers = hand_over(attempt), {**attempt.headers, **attempt.place.headers}
         prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, asked.prefill, headers))
         if attempt.decode.is_sglang and not attempt.prefill.is_sglang:
             asked.first = prefilling
-        answering = self._answering(request, attempt, asked)
+        answering = self._answering(request, attempt, asked, given)
         is_taken = False
         try:
             await asyncio.wait({answering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
             is_right = True
             if prefilling.done() and not answering.done():
-                answering, is_right = await self._check_prefill(request, attempt, asked, prefilling, answering)
+                answering, is_right = await self._check_prefill(request, attempt, asked, given, prefilling, answering)
             response = await answering
             is_taken = is_right and prefilling.done()
             return response
@@ -637,6 +1182,7 @@ class Proxy:
         request: web.Request,
         attempt: Attempt,
         asked: HandOver,
+        given: Answer,
         prefilling: asyncio.Task[Any],
         answering: asyncio.Task[web.StreamResponse],
     ) -> tuple[asyncio.Task[web.StreamResponse], bool]:
@@ -659,23 +1205,26 @@ class Proxy:
             raise Failed(f"{attempt.prefill.url} hands over nothing, or is another server than before")
         self._client.forget(attempt.prefill)
         await end(answering)
-        asked.decode = for_vllm(attempt.body, found or {}, keep=attempt.keep)
-        return self._answering(request, attempt, asked), True
+        asked.decode = for_vllm(attempt.body, found or {}, attempt.own)
+        return self._answering(request, attempt, asked, given), True
 
-    def _answering(self, request: web.Request, attempt: Attempt, asked: HandOver) -> asyncio.Task[web.StreamResponse]:
-        return asyncio.create_task(self._answer(request, attempt.decode, attempt.headers, asked))
+    def _answering(
+        self, request: web.Request, attempt: Attempt, asked: HandOver, given: Answer
+    ) -> asyncio.Task[web.StreamResponse]:
+        return asyncio.create_task(self._answer(request, attempt.decode, attempt.headers, asked, given))
 
     async def _answer(
-        self, request: web.Request, decode: Server, headers: Mapping[str, str], asked: HandOver
+        self, request: web.Request, decode: Server, headers: Mapping[str, str], asked: HandOver, given: Answer
     ) -> web.StreamResponse:
         """Pass decode's answer on to the client."""
         async with self._client.open("POST", decode.url + request.path, headers=headers, json=asked.decode) as answer:
             await check(answer)
             if answer.content_type == "text/event-stream":
-                events = read_events(answer, asked.first)
-                first = await anext(events)
-                asked.begun = True
-                return await send(request, answer, first, events)
+                parts = read_events(answer, asked.first)
+                async with aclosing(parts if given.reason else given.events(parts)) as events:
+                    first = await anext(events)
+                    asked.begun = True
+                    return await send(request, answer, first, events)
             data = await answer.read()
             if asked.first is not None:
                 whole = json.loads(data)
@@ -695,13 +1244,16 @@ class Proxy:
             if isinstance(body, dict) and not body.keys().isdisjoint(FOR_SERVERS_ONLY):
                 data = json.dumps(of_client(body)).encode()
         failure: Exception = Failed("no decode server")
-        for url in itertools.islice(self._decodes, self._num_decodes):
+        for url in self._open_decodes():
+            where = URL(url + request.raw_path, encoded=True)
+            self._passing[url] += 1
             try:
-                where = URL(url + request.raw_path, encoded=True)
                 async with self._client.open(request.method, where, data=data, headers=headers) as answer:
                     return await send(request, answer, b"", answer.content.iter_any())
             except ClientConnectorError as error:
                 failure = error
+            finally:
+                self._passing[url] -= 1
         raise failure
 
 
@@ -719,11 +1271,15 @@ def main() -> None:
     parser.add_argument(
         "--keep", action="store_true", help="let vLLM's decode keep each answer's state for prefill of the next turn"
     )
+    parser.add_argument(
+        "--move", action="store_true", help="let streams of vLLM's decode servers go on at others when one of them is drained"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    proxy = Proxy(list(addresses(given.prefill)), list(addresses(given.decode)), retry_s=given.retry_s, keep=given.keep)
+    prefills, decodes = list(addresses(given.prefill)), list(addresses(given.decode))
+    proxy = Proxy(prefills, decodes, retry_s=given.retry_s, keep=given.keep, move=given.move)
     try:
         web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
     except OSError as error:  # the port is in use, or not ours to take

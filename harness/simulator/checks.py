@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from disagg.core.leases import LeaseState
 from disagg.protocol.receive_session import RECEIVE_TABLE, WRITER_TABLE, ReceiveSession
 from disagg.protocol.send_session import SEND_TABLE, SendSession
 from disagg.protocol.types import Event, Limits, PeerRank, State
-from harness.simulator.model import NUM_LAYERS, PAGE_TOKENS, STATE_LAYER, Flight, Holding, Host, OpenSession, Violation, cell
+from harness.simulator.model import (
+    NUM_LAYERS,
+    PAGE_TOKENS,
+    STATE_LAYER,
+    Flight,
+    Holding,
+    Host,
+    OpenSession,
+    Request,
+    Violation,
+    cell,
+)
 
 
 def _reachable(table: Iterable[tuple[object, object]]) -> set[tuple[object, object]]:
@@ -36,6 +47,7 @@ def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
             if before is not state and (before, state) not in _REACHABLE:
                 raise Violation(f"{opened.session.key} on {host.name}: {before} became {state}")
             opened.states[peer] = state
+        _check_kept(host, opened)
     sends, receives = host.sessions.sends, host.sessions.receives
     if len(sends.parked) > limits.max_parked_reserves * num_instances:
         raise Violation(f"{host.name} has {len(sends.parked)} parked reserves")
@@ -46,6 +58,13 @@ def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
         raise Violation(
             f"{host.name} has {pool.total} slots: {lender.num_lent} lent, {pool.num_free} free, {lender.num_lost} lost"
         )
+
+
+def _check_kept(host: Host, opened: OpenSession) -> None:
+    """The rows of a request that nobody has taken stay with their owner until its end."""
+    session = opened.session
+    if isinstance(session, SendSession) and not session.is_bound and session.lease.released and session.tag not in host.events:
+        raise Violation(f"{session.key} on {host.name} was taken by nobody, and its rows were released")
 
 
 def _states(session: ReceiveSession | SendSession) -> list[tuple[PeerRank | None, State]]:
@@ -72,10 +91,24 @@ def check_received(host: Host, opened: OpenSession, event: Event) -> None:
         raise Violation(f"{success} with payload {event.payload!r}")
 
 
+def check_taken(host: Host, request: Request, sizes: Callable[[str], int]) -> None:
+    """A request goes to one group, and to each of its ranks once: that of its destination, or any if it is kept. `sizes`: of
+    the groups of an instance.
+    """
+    if host.name in request.received:
+        raise Violation(f"{request.key} was received twice by {host.name}")
+    request.received.add(host.name)
+    others = [peer for peer in request.received if peer.instance != request.destination]
+    if len(request.takers(sizes)) > 1 or (others and not request.script.kept):
+        raise Violation(f"{request.key} was received by {', '.join(map(str, sorted(request.received)))}")
+
+
 def check_sent(hosts: Mapping[PeerRank, Host], opened: OpenSession) -> None:
-    """Every living destination of a successful send has reported success."""
+    """Every destination of a successful send is known and has received it, and none that lives has reported a failure."""
     session = opened.session
     assert isinstance(session, SendSession)
+    if session.num_awaited or not opened.holding.request.received.issuperset(session.destinations):
+        raise Violation(f"{session.key} was sent with success, but not received by all of its destinations")
     for peer, destination in session.destinations.items():
         host = hosts[peer]
         for other in host.opened:

@@ -13,14 +13,14 @@ from harness.simulator.connections import check_connections
 from harness.simulator.schedules import random_simulation
 
 
-def run_schedules(seeds: range | tuple[int, ...], *, pair: bool = False) -> tuple[int, int, int]:
-    """Run the schedules of `seeds`: the number of steps, of ends, and of successful ends.
+def run_schedules(seeds: range | tuple[int, ...], *, pair: bool = False, kept: bool = False) -> tuple[int, int, int, int]:
+    """Run the schedules of `seeds`: the number of steps, of ends, of successful ends, and of kept requests that were taken.
 
     Raises the first error, with a note of its seed and its virtual time.
     """
-    num_steps = num_events = num_ok = 0
+    num_steps = num_events = num_ok = num_taken = 0
     for seed in seeds:
-        simulation = random_simulation(seed, pair=pair)
+        simulation = random_simulation(seed, pair=pair, kept=kept)
         try:
             simulation.run()
         except Exception as error:
@@ -30,7 +30,8 @@ def run_schedules(seeds: range | tuple[int, ...], *, pair: bool = False) -> tupl
         num_steps += simulation.num_steps
         num_events += len(events)
         num_ok += sum(event.ok for event in events)
-    return num_steps, num_events, num_ok
+        num_taken += len(simulation.takers)
+    return num_steps, num_events, num_ok, num_taken
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="number the schedules from S*1000000")
     parser.add_argument("--only", type=int, metavar="SEED", help="run the one schedule that a failure named")
     parser.add_argument("--pair", action="store_true", help="one sender, one receiver and one request in each schedule")
+    parser.add_argument("--kept", action="store_true", help="every request is kept for whoever takes it first")
     parser.add_argument("--connections", action="store_true", help="simulate connections of instances instead of requests")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes")
     options = parser.parse_args(arguments)
@@ -51,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(f"{len(seeds)} schedules of connections, {len(problems)} problems\n")
         return 1 if problems else 0
     parts = [seeds[i :: options.jobs] for i in range(options.jobs)] if options.only is None else [(options.only,)]
-    run = functools.partial(run_schedules, pair=options.pair)
+    run = functools.partial(run_schedules, pair=options.pair, kept=options.kept)
     began = time.perf_counter()
     if len(parts) == 1:
         sums = [run(parts[0])]
@@ -59,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         with ProcessPoolExecutor(len(parts), mp_context=multiprocessing.get_context("spawn")) as pool:
             sums = list(pool.map(run, parts))
     seconds = time.perf_counter() - began
-    num_steps, num_events, num_ok = (sum(column) for column in zip(*sums, strict=True))
+    num_steps, num_events, num_ok, num_taken = (sum(column) for column in zip(*sums, strict=True))
     count = sum(len(part) for part in parts)
-    ended = f"{num_ok} of {num_events} endings successful"
+    ended = f"{num_ok} of {num_events} endings successful, {num_taken} kept requests taken"
     sys.stdout.write(f"{count} schedules, {num_steps} steps, {ended}; {count / seconds:.0f} schedules/s\n")
     return 0

@@ -7,7 +7,7 @@ from functools import partial
 
 from disagg.protocol.types import PeerRank
 from harness.simulator.model import NUM_ROWS, Host
-from harness.simulator.scenario import Loss, Stop
+from harness.simulator.scenario import INTRUDER, Loss, Stop
 from harness.simulator.servers import Servers
 from harness.simulator.world import World
 
@@ -53,7 +53,7 @@ class Losses:
     def _restart(self, rank: PeerRank, epoch: int) -> Host:
         world = self._world
         world.hosts[rank].alive = False
-        host = world.hosts[rank] = Host(rank, world.scenario, born=epoch)
+        host = world.hosts[rank] = Host(rank, world.scenario, world.requests, born=epoch)
         host.epochs = dict.fromkeys(world.hosts, epoch)
         return host
 
@@ -63,7 +63,8 @@ class Losses:
         for request in world.requests:
             script = request.script
             group = range(request.num_destinations * script.destination_group, NUM_ROWS)[: request.num_destinations]
-            if rank.instance == request.destination and rank.rank in group:
+            intrudes = rank.instance == INTRUDER and script.impostor_at is not None
+            if intrudes or (rank.instance == request.destination and rank.rank in group):
                 when = max(world.now, script.reserve_at) + 0.6
                 world.at(when, partial(self._servers.open_receive, rank, request), of=rank)
 

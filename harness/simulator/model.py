@@ -6,7 +6,8 @@ A row is a page or a slot. A page has one cell per layer, token and tensor-paral
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ import numpy as np
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
+from disagg.protocol.send_table import Readers
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import NEVER, Event, PeerRank, RequestKey, StartTransfer, State
-from harness.simulator.scenario import DECODE, PREFILL, Scenario, Script
+from harness.simulator.scenario import DECODE, INTRUDER, PREFILL, Scenario, Script
 from harness.simulator.slots import SlotPool
 
 PAGE_TOKENS = 2
@@ -43,6 +45,8 @@ class Request:
         self.num_destinations = scenario.group_size(self.destination)
         self.tp = scenario.tp if self.num_sources % scenario.tp == 0 else 1
         self.payload = b"token %d" % index
+        self.received: set[PeerRank] = set()
+        """The ranks that have received it, also those that have died since."""
 
     def elected(self, source: int, destination: int) -> dict[str, tuple[int, ...]]:
         """The layers of each component that `source` writes to `destination`; both are ranks within their groups."""
@@ -54,6 +58,24 @@ class Request:
         if source == destination % self.num_sources:
             parts["ssm"] = (STATE_LAYER,)
         return parts
+
+    def readers(self, source: int, instance: str, group_size: int) -> Readers:
+        """The group ranks of an instance that `source`, a rank within its group, writes to, and their number. Those of the
+        intruder have the layout of the first ranks of the destination.
+        """
+        if instance == self.source:
+            return frozenset(), group_size
+        return frozenset(rank for rank in range(group_size) if self.elected(source, rank)), group_size
+
+    def takers(self, sizes: Callable[[str], int]) -> list[tuple[str, int]]:
+        """The groups, by instance and number, of which every rank has received it. `sizes`: of the groups of an instance."""
+        ranks = Counter((peer.instance, peer.rank // sizes(peer.instance)) for peer in self.received)
+        return sorted(group for group, count in ranks.items() if count == sizes(group[0]))
+
+    def key_of(self, receiver: PeerRank) -> RequestKey:
+        """The attempt that a rank asks for."""
+        another = self.script.any_attempt and receiver.instance == INTRUDER
+        return self.key._replace(attempt=self.key.attempt + another)
 
     def needed_tp_ranks(self, destination: int) -> tuple[int, ...]:
         return (destination % self.tp,) if self.script.replicated else tuple(range(self.tp))
@@ -100,8 +122,9 @@ class Host:
     `read_until`, also by ranks that know of its death, but not once they have heard of its successor.
     """
 
-    def __init__(self, name: PeerRank, scenario: Scenario, *, born: int = 0) -> None:
+    def __init__(self, name: PeerRank, scenario: Scenario, requests: Sequence[Request], *, born: int = 0) -> None:
         self.name, self.born = name, born
+        self._scenario, self._requests = scenario, requests
         self.slots = SlotPool(replaces=scenario.replaces_slots)
         draws = itertools.count(1)
         self.sessions = Sessions(
@@ -110,6 +133,7 @@ class Host:
             limits=scenario.limits,
             slots=self.slots,
             draw=lambda _bits: next(draws),
+            readers_of=self._readers_of,
         )
         self.alive = True
         self.stopped_until = self.stopped_s = self.read_until = 0.0
@@ -122,6 +146,14 @@ class Host:
         self.opened: list[OpenSession] = []
         self.events: dict[int, Event] = {}
         self.unproved: set[tuple[PeerRank, int]] = set()  # by the epoch that was lost
+
+    def _readers_of(self, instance: str) -> Readers:
+        """The ranks of an instance that this one writes to, the same for all requests that it keeps."""
+        size = self._scenario.group_size(instance)
+        for request in self._requests:
+            if request.script.kept and request.source == self.name.instance:
+                return request.readers(self.name.rank % request.num_sources, instance, size)
+        return frozenset(), size
 
     @property
     def process(self) -> int:

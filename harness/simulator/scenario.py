@@ -9,9 +9,9 @@ from disagg.protocol.messages import TokenRange
 from disagg.protocol.types import Limits, PeerRank
 
 PREFILL, DECODE, INTRUDER = "P", "D", "E"
+"""The three instances. The intruder reserves requests that are not its own, or that are kept for anyone."""
 MAX_LOST = 12
 """Messages of one request that a schedule may lose in a row."""
-"""The three instances. The intruder reserves requests that are not its own."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Script:
     At `impostor_at` the intruder reserves the request too. At `stray_at` another group of the destination instance
     does, and aborts 50 ms later. `reverse`: the request goes from decode to prefill. `repeat`: each destination
     reserves a second time. `skew_s`: delay from each rank of a group to the next. `receive_aborts` and `send_aborts`: when the
-    server of a rank aborts, by rank. `replicated`: every source rank holds all heads, so writers are elected.
+    server of a rank aborts, by rank. `replicated`: every source rank holds all heads, so writers are elected. `kept`: the
+    source names no destination, and whoever reserves first takes the request, also the intruder. `any_attempt`: it names no
+    attempt either, and the intruder asks for another one than the destination.
     """
 
     prompt: int = 5
@@ -53,6 +55,8 @@ class Script:
     stray_at: float | None = None
     repeat: bool = False
     skew_s: float = 0.0
+    kept: bool = False
+    any_attempt: bool = False
 
     @property
     def all_pieces(self) -> tuple[Piece, ...]:

@@ -9,7 +9,7 @@ import random
 from disagg.protocol.types import Limits, PeerRank
 from harness.simulator.faults import RandomFaults
 from harness.simulator.model import NUM_LAYERS
-from harness.simulator.scenario import DECODE, PREFILL, Loss, Piece, Scenario, Script, Stop
+from harness.simulator.scenario import DECODE, INTRUDER, PREFILL, Loss, Piece, Scenario, Script, Stop
 from harness.simulator.simulation import Simulation
 
 
@@ -60,6 +60,34 @@ def random_script(rng: random.Random, scenario_size: tuple[int, int], num_groups
     )
 
 
+def random_keeping(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same, but with requests that are kept for whoever takes them, often with two takers, and also the other one dies."""
+
+    def keep(script: Script) -> Script:
+        close = max(0.0, script.reserve_at + rng.uniform(-0.1, 0.1))
+        return dataclasses.replace(
+            script,
+            kept=True,
+            any_attempt=rng.random() < 0.3,
+            replicated=scenario.scripts[0].replicated,  # a rank writes to the same ranks of an instance for all requests
+            impostor_at=rng.choice((None, close, close, rng.random() * 3.0)),
+        )
+
+    intruder, moves = PeerRank(INTRUDER, 0), rng.random() < 0.4
+
+    def moved(rank: PeerRank) -> PeerRank:
+        return intruder if moves and rank.instance == DECODE else rank
+
+    return dataclasses.replace(
+        scenario,
+        scripts=tuple(map(keep, scenario.scripts)),
+        losses=tuple(
+            dataclasses.replace(loss, rank=moved(loss.rank), other=loss.other and moved(loss.other)) for loss in scenario.losses
+        ),
+        stops=tuple(dataclasses.replace(stop, rank=moved(stop.rank)) for stop in scenario.stops),
+    )
+
+
 def random_loss(rng: random.Random, ranks: tuple[int, int]) -> Loss:
     """A restarted rank, or a connection that ends."""
     prefill, decode = PeerRank(PREFILL, rng.randrange(ranks[0])), PeerRank(DECODE, rng.randrange(ranks[1]))
@@ -87,8 +115,12 @@ def random_stops(rng: random.Random, ranks: tuple[int, int]) -> tuple[tuple[Stop
     return tuple(stops), tuple(losses)
 
 
-def random_simulation(seed: int, *, pair: bool = False) -> Simulation:
-    """A simulation of random size, with faults of random severity; `pair`: one sender, one receiver and one request."""
+def random_simulation(seed: int, *, pair: bool = False, kept: bool = False) -> Simulation:
+    """A simulation of random size, with faults of random severity.
+
+    `pair`: one sender, one receiver and one request. `kept`: all requests are kept for whoever takes them; otherwise so are
+    those of one schedule in five.
+    """
     rng = random.Random(seed)
     sizes = (1, 1) if pair else rng.choice(((1, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (2, 3)))
     num_groups = 2 if not pair and rng.random() < 0.1 else 1
@@ -116,6 +148,9 @@ def random_simulation(seed: int, *, pair: bool = False) -> Simulation:
             max_parked_reserves=rng.choice((1, 2, 64)), parked_reserve_s=15.0, drain_timeout_s=rng.choice((1.0, 10.0))
         ),
     )
+    keeping = random.Random(f"{seed}:kept")
+    if keeping.random() < 0.2 or kept:
+        scenario = random_keeping(keeping, scenario)
     faults = RandomFaults(
         rng=rng,
         loss=severity,

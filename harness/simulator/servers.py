@@ -10,8 +10,9 @@ from disagg.core.errors import LocalProtocolError, RequestAborted
 from disagg.core.rows import Pages, Slot
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.send_session import SendSession
+from disagg.protocol.send_table import ANY
 from disagg.protocol.types import Chunk, Event, PeerRank, StartVerify
-from harness.simulator.checks import check_received, check_sent
+from harness.simulator.checks import check_received, check_sent, check_taken
 from harness.simulator.model import NUM_LAYERS, PAGE_TOKENS, STATE_LAYER, Holding, Host, OpenSession, Request, Violation, cell
 from harness.simulator.scenario import INTRUDER, Piece
 from harness.simulator.world import World
@@ -50,7 +51,8 @@ class Servers:
             if rank in script.send_aborts:
                 world.at(script.send_aborts[rank], partial(self._abort, name, request), of=name)
         if script.impostor_at is not None:
-            world.at(script.impostor_at, partial(self.open_receive, PeerRank(INTRUDER, 0), request))
+            intruder = PeerRank(INTRUDER, 0)
+            world.at(script.impostor_at, partial(self.open_receive, intruder, request), of=intruder)
         if script.stray_at is not None:
             group = (script.destination_group + 1) % world.scenario.num_groups
             stray = PeerRank(request.destination, group * request.num_destinations)
@@ -72,7 +74,7 @@ class Servers:
         nonce = next(world.numbers)
         try:
             session = host.sessions.receives.open(
-                request.key,
+                request.key_of(name),
                 peer=request.source,
                 nonce=nonce,
                 source_group=script.source_group,
@@ -91,6 +93,10 @@ class Servers:
         opened = OpenSession(session, holding, deadline)
         host.opened.append(opened)
         session.lease.on_release(partial(self._on_release, host, opened))
+        if script.kept:
+            idle = set(range(first, first + request.num_sources)) - expected.keys()
+            decline = partial(host.sessions.decline, session.key, peer=request.source, nonce=nonce)
+            world.act(host, partial(decline, source_group=script.source_group, ranks=sorted(idle)))
         if script.ready_after_s:
             world.at(world.now + script.ready_after_s, partial(self._ready, host, session), of=host)
         else:
@@ -103,12 +109,13 @@ class Servers:
         world, host, script = self._world, self._world.hosts[name], request.script
         holding = host.hold(request, range(script.prompt))
         deadline = world.now + script.send_deadline_s
-        expected = frozenset(r for r in range(request.num_destinations) if request.elected(holding.rank, r))
+        expected, size = request.readers(holding.rank, request.destination, request.num_destinations)
         session = host.sessions.sends.open(
             request.key,
-            peer=request.destination,
-            expected=expected,
-            peer_group_size=request.num_destinations,
+            peer=ANY if script.kept else request.destination,
+            expected=None if script.kept else expected,
+            peer_group_size=1 if script.kept else size,
+            any_attempt=script.any_attempt,
             now=world.now,
             deadline=deadline,
             tag=len(host.opened),
@@ -185,6 +192,7 @@ class Servers:
             raise Violation(f"{host.name}: expected either a success or an error, found {event}")
         if event.ok and event.direction == "receive":
             check_received(host, opened, event)
+            check_taken(host, opened.holding.request, self._world.scenario.group_size)
         elif event.ok:
             check_sent(self._world.hosts, opened)
 

@@ -31,6 +31,16 @@ class Simulation:
         return self._world.hosts
 
     @property
+    def scenario(self) -> Scenario:
+        return self._world.scenario
+
+    @property
+    def takers(self) -> list[str]:
+        """The instances that have taken requests that are kept, once for each request."""
+        kept = [request for request in self._world.requests if request.script.kept]
+        return [instance for request in kept for instance, _ in request.takers(self._world.scenario.group_size)]
+
+    @property
     def now(self) -> float:
         return self._world.now
 

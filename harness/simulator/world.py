@@ -35,7 +35,7 @@ class World:
         for instance in (PREFILL, DECODE, INTRUDER):
             for rank in range(scenario.group_size(instance) * scenario.num_groups):
                 name = PeerRank(instance, rank)
-                self.hosts[name] = Host(name, scenario)
+                self.hosts[name] = Host(name, scenario, self.requests)
         for host in self.hosts.values():
             host.epochs = dict.fromkeys(self.hosts, 0)
 
@@ -74,7 +74,7 @@ class World:
         host.sessions.flush(self.now)
         self._carry_out(host)
         check_host(host, self.scenario.limits, num_instances=len({peer.instance for peer in self.hosts}))
-        due = host.sessions.next_tick()
+        due = host.sessions.next_tick
         if due < host.tick_at:
             host.tick_at = due
             self.at(max(due, self.now) + self.faults.lateness_s(), partial(self._tick, host, due), of=host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from prometheus_client import CollectorRegistry
 
 from disagg.commands.rank import command
 from disagg.commands.rank.rank import RankConfig, ResidentRank
+from disagg.integrations.options import Options
 from disagg.runtime.metrics_server import MetricsServer
 
 pytestmark = pytest.mark.release
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "deploy/kubernetes.yaml"
+VLLM = ROOT / "deploy/kubernetes-vllm.yaml"
 POD_IP = "10.0.0.7"
 
 
@@ -65,7 +68,7 @@ def test_the_image_has_every_file_that_the_build_reads() -> None:
 
 @pytest.mark.parametrize("version", ["1.28", "1.34"])
 def test_kubernetes_accepts_every_object(version: str) -> None:
-    for each in yaml.safe_load_all(MANIFEST.read_text()):
+    for each in (*yaml.safe_load_all(MANIFEST.read_text()), *yaml.safe_load_all(VLLM.read_text())):
         kubernetes_validate.validate(each, version, strict=True)
     broken = workload("prefill")
     broken["spec"]["replica"] = 2
@@ -153,3 +156,27 @@ def test_keys_and_shared_memory_are_mounted() -> None:
         assert used
         assert all(path.startswith(mounts["keys"]) for path in used)
         assert mounts["shm"] == "/dev/shm"
+
+
+def test_the_proxy_drains_every_decode_pod_of_vllm() -> None:
+    """It lists the pods as their hooks name them, and the connector accepts the settings of each server."""
+    found = {
+        each["metadata"]["name"]: each["spec"] for each in yaml.safe_load_all(VLLM.read_text()) if each["kind"] != "Service"
+    }
+    containers = {name: spec["template"]["spec"]["containers"][0] for name, spec in found.items()}
+    for name in ("vllm-prefill", "vllm-decode"):
+        assert found[name]["serviceName"] == name
+        given = json.loads(containers[name]["args"][1].replace("$(POD_NAME)", f"{name}-0"))
+        options = Options.read(given["kv_connector_extra_config"], engine_id=name)
+        assert options.advertise == f"tcp://{name}-0.{name}:7100"
+    urls = [f"http://vllm-decode-{number}.vllm-decode:8000" for number in range(found["vllm-decode"]["replicas"])]
+    arguments = containers["pd-proxy"]["args"]
+    assert "--move" in arguments
+    assert [each for each in arguments if each.startswith("--decode=")] == [f"--decode={url}" for url in urls]
+    for hook, path in (("preStop", "/admin/drain"), ("postStart", "/admin/undrain")):
+        command = containers["vllm-decode"]["lifecycle"][hook]["exec"]["command"][-1]
+        body = (
+            command[command.index('-d "') + 4 : command.rindex('"')].replace('\\"', '"').replace("$POD_NAME", "vllm-decode-0")
+        )
+        assert path in command
+        assert json.loads(body) == {"server": urls[0]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -183,15 +184,22 @@ def given_up(pair: Pair) -> list[str]:
 
 @asynccontextmanager
 async def started(
-    prefill: StandIn, decode: StandIn, *, retry_s: float = 0.0, others: Sequence[str] = (), keep: bool = False
+    prefill: StandIn,
+    decode: StandIn,
+    *,
+    retry_s: float = 0.0,
+    others: Sequence[str] = (),
+    keep: bool = False,
+    num_prefills: int = 1,
 ) -> AsyncIterator[Pair]:
-    """`others` are addresses of decode that come before that of `decode`."""
+    """`others` are addresses of decode that come before that of `decode`. `num_prefills`: how often prefill is given."""
     async with AsyncExitStack() as stack:
         for server in (prefill, decode):
             application = web.Application(client_max_size=1 << 30)
             application.router.add_route("*", "/{path:.*}", server.handle)
             server.url = f"http://127.0.0.1:{await serve(stack, application)}"
-        port = await serve(stack, Proxy([prefill.url], [*others, decode.url], retry_s=retry_s, keep=keep).application())
+        proxy = Proxy([prefill.url] * num_prefills, [*others, decode.url], retry_s=retry_s, keep=keep)
+        port = await serve(stack, proxy.application())
         client = await stack.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
         yield Pair(prefill, decode, client, port)
 
@@ -606,6 +614,33 @@ def test_the_next_turn_of_a_conversation_takes_what_decode_keeps() -> None:
         assert asked_for == keep
 
     run(scenario, StandIn(prefills), StandIn(keeps), keep=True)
+
+
+def test_a_second_prefill_server_does_not_take_what_the_first_has_asked_for() -> None:
+    """What decode keeps is used up once. A server that failed may have asked for it."""
+
+    async def fails_once(request: web.Request, asked: Asked) -> web.StreamResponse:
+        has_kept = "kept" in asked.body["kv_transfer_params"]
+        return await (says(500, {}) if has_kept else prefills)(request, asked)
+
+    async def keeps_and_waits(request: web.Request, asked: Asked) -> web.StreamResponse:
+        """Decode waits in vain for the server that fails."""
+        numbers[asked.path] += 1
+        is_second = asked.path == "/v1/chat/completions" and numbers[asked.path] == 2
+        return await (hangs if is_second else keeps)(request, asked)
+
+    numbers: Counter[str] = Counter()
+
+    async def scenario(pair: Pair) -> None:
+        messages: list[dict[str, str]] = []
+        for content in ("one", "two"):
+            messages.append({"role": "user", "content": content})
+            async with pair.client.post("/v1/chat/completions", json={"model": "model", "messages": messages}) as answer:
+                assert answer.status == 200
+        taken = ["kept" in body["kv_transfer_params"] for body in pair.prefill.bodies("/v1/chat/completions")]
+        assert taken == [False, True, False]
+
+    run(scenario, StandIn(fails_once), StandIn(keeps_and_waits), keep=True, num_prefills=2)
 
 
 def test_an_expired_turn_is_not_taken() -> None:

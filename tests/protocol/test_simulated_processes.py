@@ -87,7 +87,7 @@ def test_random_schedules_stop_ranks_and_read_messages_late() -> None:
     num_stops = num_late = 0
     for seed in range(5_000_000, 5_000_000 + NUM_SCHEDULES):
         simulation = random_simulation(seed)
-        scenario = simulation.run()._world.scenario
+        scenario = simulation.run().scenario
         num_stops += len(scenario.stops)
         num_late += sum(loss.late_s > 0 and loss.other is None for loss in scenario.losses)
     assert num_stops > NUM_SCHEDULES / 4

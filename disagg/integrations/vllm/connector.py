@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -47,7 +47,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = WorkerHalf(vllm_config, kv_cache_config, options) if role is KVConnectorRole.WORKER else None
 
     @classmethod
-    def supports_sleep_mode(cls) -> bool:
+    def supports_sleep_mode(cls, *_: KVTransferConfig) -> bool:
         """No: sleeping frees the KV cache, which peers have mapped or registered. vLLM asks from 0.33 on."""
         return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +39,20 @@ def give_back(manager: KVCacheManager, blocks: Sequence[Any]) -> None:
 
 @dataclass
 class Kept:
-    """One of them: its hand-over, vLLM's blocks of it, and how many ranks may still read them. `is_given_up`: nobody may take
-    it any more.
+    """One of them: its hand-over, vLLM's blocks of it, and how many ranks may still read them. `is_stopped`: it was running
+    and moves now, which the bound does not concern. `is_given_up`: nobody may take it any more.
     """
 
     hand_off: HandOff
     blocks: list[Any]
     num_ranks: int
+    is_stopped: bool = False
     is_given_up: bool = False
 
 
 class KeptRequests:
-    """The requests that are kept, at most `max_blocks` blocks of them. A block that several have counts for each.
+    """The requests that are kept, at most `max_blocks` blocks of those that were not stopped. A block that several have counts
+    for each.
 
     Nothing here frees a block: `end` returns those of the requests that all ranks have ended.
     """
@@ -60,18 +62,20 @@ class KeptRequests:
         self._requests: dict[str, Kept] = {}
         """By vLLM's ids, the oldest first."""
 
-    def reason_against(self, hand_off_id: str, num_blocks: int) -> str:
+    def reason_against(self, hand_off_id: str, num_blocks: int, *, is_stopped: bool = False) -> str:
         """Why a request cannot be kept; empty if it can."""
-        if num_blocks > self._max_blocks:
+        if num_blocks > self._max_blocks and not is_stopped:
             return f"expected at most {self._max_blocks} blocks (kept_share), found {num_blocks}"
         if any(kept.hand_off.remote_request_id == hand_off_id for kept in self._requests.values()):
             return f"another request is kept by the id {hand_off_id}"
         return ""
 
-    def add(self, req_id: str, hand_off: HandOff, blocks: list[Any]) -> list[HandOff]:
+    def add(self, req_id: str, hand_off: HandOff, blocks: list[Any], *, is_stopped: bool = False) -> list[HandOff]:
         """Keep a request. Returns those that are given up for it."""
-        ended = self.give_up(len(blocks) + self._count(given_up=False) - self._max_blocks)
-        self._requests[req_id] = Kept(hand_off, blocks, self._num_ranks)
+        others = [kept for kept in self._requests.values() if not (kept.is_stopped or kept.is_given_up)]
+        num_blocks = len(blocks) + sum(len(kept.blocks) for kept in others) - self._max_blocks
+        ended = [] if is_stopped else _give_up(others, num_blocks)
+        self._requests[req_id] = Kept(hand_off, blocks, self._num_ranks, is_stopped)
         return ended
 
     def __len__(self) -> int:
@@ -86,19 +90,12 @@ class KeptRequests:
 
     def give_up(self, num_blocks: int) -> list[HandOff]:
         """Give up the oldest requests, until they have so many blocks or none is left. Returns them."""
-        ended = []
-        for kept in self._requests.values():
-            if num_blocks <= 0:
-                break
-            if not kept.is_given_up:
-                kept.is_given_up = True
-                num_blocks -= len(kept.blocks)
-                ended.append(kept.hand_off)
-        return ended
+        return _give_up([kept for kept in self._requests.values() if not kept.is_given_up], num_blocks)
 
     def make_free(self, num_blocks: int, *, num_free: int) -> list[HandOff]:
         """Give up requests so that so many blocks become free, where `num_free` are. Returns them."""
-        return self.give_up(num_blocks - num_free - self._count(given_up=True))
+        given_up = sum(len(kept.blocks) for kept in self._requests.values() if kept.is_given_up)
+        return self.give_up(num_blocks - num_free - given_up)
 
     def end(self, ended: Mapping[str, int]) -> Iterator[list[Any]]:
         """Forget the requests that no rank needs any more, by how many ranks have ended each. Returns their blocks."""
@@ -109,8 +106,17 @@ class KeptRequests:
                 if kept.num_ranks <= 0:
                     yield self._requests.pop(req_id).blocks
 
-    def _count(self, *, given_up: bool) -> int:
-        return sum(len(kept.blocks) for kept in self._requests.values() if kept.is_given_up is given_up)
+
+def _give_up(requests: Iterable[Kept], num_blocks: int) -> list[HandOff]:
+    """Give up the first of these requests that together have so many blocks. Returns them."""
+    ended = []
+    for kept in requests:
+        if num_blocks <= 0:
+            break
+        kept.is_given_up = True
+        num_blocks -= len(kept.blocks)
+        ended.append(kept.hand_off)
+    return ended
 
 
 class Keeper:
@@ -128,22 +134,30 @@ class Keeper:
         self._requests = KeptRequests(max_blocks=max_blocks, num_ranks=config.parallel_config.world_size)
 
     @property
+    def reason(self) -> str:
+        """Why this server keeps no request; empty if it does."""
+        return self._reason
+
+    @property
     def keeps(self) -> bool:
         """Whether blocks of a request that has ended are held."""
         return len(self._requests) > 0
 
-    def keep(self, request: Request, blocks: BlockIds, place: Place, step: StepMetadata) -> dict[str, Any] | None:
-        """Keep a request that has ended and was not aborted, if it says so (`keep`). Returns `kv_transfer_params` for its
-        answer, unless the proxy has named the hand-over, and asks for it later. The workers get all of it in `step`.
+    def keep(
+        self, request: Request, blocks: BlockIds, place: Place, step: StepMetadata, *, move_id: str = ""
+    ) -> dict[str, Any] | None:
+        """Keep a request that has ended and was not aborted, if it says so (`keep`) or was stopped to move by the id `move_id`.
+        Returns `kv_transfer_params` for its answer, unless the proxy has named the hand-over, and asks for it later. The
+        workers get all of it in `step`.
         """
-        given = (request.kv_transfer_params or {}).get("keep")
+        given = move_id or (request.kv_transfer_params or {}).get("keep")
         if not given or request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return None
         num_tokens = request.num_tokens - 1  # the last one was drawn, and not computed
         request_id = new_request_id().hex() if given is True else str(given)
         num_blocks = sum(len(ids) for ids in blocks)
-        reason = self._reason or self._problem(request, blocks, num_tokens) or _problem_of_id(request_id)
-        if reason := reason or self._requests.reason_against(request_id, num_blocks):
+        reason = self._reason or self._problem(request, blocks, num_tokens) or problem_of_id(request_id, "keep")
+        if reason := reason or self._requests.reason_against(request_id, num_blocks, is_stopped=bool(move_id)):
             logger.warning("request %s: it is not kept: %s", request.request_id, reason)
             return None
         digests = [] if self._is_exact else [digest for _, digest in self._prompts.beginnings(request, num_tokens)]
@@ -156,13 +170,17 @@ class Keeper:
             remote_keep_s=self._options.keep_s,
         )
         held = touch(self._manager, request.request_id)
-        step.given_up += [each.request_id for each in self._requests.add(request.request_id, hand_off, held)]
+        given_up = self._requests.add(request.request_id, hand_off, held, is_stopped=bool(move_id))
+        step.given_up += [each.request_id for each in given_up]
         self._send(request.request_id, hand_off, blocks, step)
         return {"kept": hand_off.params()} if given is True else None
 
     def answer(self, request: Request) -> dict[str, Any] | None:
-        """The answer to a request that asks for a hand-over (`kept_request_id`): what `keep` has returned, while it is kept."""
-        hand_off = self._requests.find(str((request.kv_transfer_params or {}).get("kept_request_id", "")))
+        """The answer to a request that asks for a hand-over (`kept_request_id`), or has stopped the request that is handed over
+        (`stop_request_id`): what `keep` has returned, while it is kept.
+        """
+        params = request.kv_transfer_params or {}
+        hand_off = self._requests.find(str(params.get("kept_request_id") or params.get("stop_request_id", "")))
         return None if hand_off is None else {"kept": hand_off.params()}
 
     def make_room(self, num_tokens: int, step: StepMetadata, *, num_requests: int = 1) -> None:
@@ -233,8 +251,8 @@ def _kinds(group: Group) -> set[Kind]:
     return {kind_of(spec, name) for name, spec in group.specs.items()}
 
 
-def _problem_of_id(request_id: str) -> str:
-    """Why an id cannot be that of a hand-over; empty if it can."""
+def problem_of_id(request_id: str, name: str) -> str:
+    """Why the id in the parameter `name` cannot be that of a hand-over; empty if it can."""
     if len(request_id) == 32 and not set(request_id) - set("0123456789abcdef"):
         return ""
-    return f"keep: expected true or 32 hexadecimal digits, found {request_id!r:.100}"
+    return f"{name}: expected {'true or ' if name == 'keep' else ''}32 hexadecimal digits, found {request_id!r:.100}"

@@ -43,6 +43,7 @@ from disagg.integrations.vllm.metadata import (
     WorkerReport,
     transfer_id,
 )
+from disagg.integrations.vllm.moves import Moves
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.manager import new_request_id
@@ -112,6 +113,7 @@ class SchedulerHalf:
         self._bootstrap: Bootstrap | None = None
         self._manager: KVCacheManager | None = None
         self._keeper: Keeper | None = None
+        self._moves = Moves(config)
         self._num_cached: dict[int, dict[str, int]] = {}
         """How many blocks of each request vLLM counts as cached, for each group of windows."""
         self._step = StepMetadata()
@@ -167,7 +169,7 @@ class SchedulerHalf:
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        """Note a request that another server will decode, or that none will any more (`abort_request_id`).
+        """Note a request that another server will decode, that none will any more (`abort_request_id`), or that may move.
 
         Windows and recurrent states are handed over as they are before the last prompt token, so prefill must not compute it,
         unless decode does not compute it either (`first_token`).
@@ -176,6 +178,7 @@ class SchedulerHalf:
         if "abort_request_id" in params:
             self._give_up(bytes.fromhex(params["abort_request_id"]))
             return
+        self._moves.add(request, reason=self.keeper.reason)
         self._give_up_own(request)
         self._queue.add(request)
         if not params.get("do_remote_decode"):
@@ -299,13 +302,16 @@ class SchedulerHalf:
         """Hand over a prefilled request and keep its blocks until decode has them; stop one that the server has aborted."""
         req_id = request.request_id
         self._queue.remove(req_id)
+        move_id, told = self._moves.remove(request)
         prefill = self._prefills.pop(req_id, None)
         if req_id in self._loading:
             self._step.aborts.append(req_id)
         with logged(f"request {req_id}: its hand-off is not declined, so prefill keeps it for as long as it may"):
             self._decline_unresolved(request)
+        if prefill is None and told is not None:
+            return False, {**told, **((self.keeper.answer(request) or {}) if "stopped" in told else {})}
         if prefill is None:
-            return False, self._answer(request, blocks)
+            return False, self._answer(request, blocks, move_id)
         params = None
         with logged(f"request {req_id}: it is not handed over"):
             params = self._hand_over(prefill, blocks)
@@ -343,11 +349,11 @@ class SchedulerHalf:
         )
         return hand_off.params()
 
-    def _answer(self, request: Request, blocks: BlockIds) -> dict[str, Any] | None:
+    def _answer(self, request: Request, blocks: BlockIds, move_id: str) -> dict[str, Any] | None:
         """What the proxy gets with the answer of a request that is not handed over to decode."""
         if self._leader is None:
             return None
-        kept = self.keeper.keep(request, blocks, self._place(self._leader), self._step)
+        kept = self.keeper.keep(request, blocks, self._place(self._leader), self._step, move_id=move_id)
         return kept or self.keeper.answer(request) or self._params_of_one_token(request)
 
     def _params_of_one_token(self, request: Request) -> dict[str, Any] | None:

@@ -1,0 +1,126 @@
+"""Running requests that move to another server: this one stops them, and keeps what it has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.request import Request, RequestStatus
+
+from disagg.integrations.vllm.kept import problem_of_id
+
+HANDED_OVER = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "ignore_eos",
+    "stop_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+"""Sampling parameters that mean the same for an answer that goes on: the other server gets them as this one has them."""
+WITHOUT_EFFECT = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Sampling parameters that must have no effect. The other server gets them too: its own defaults may be others."""
+COUNTED = ("max_tokens", "min_tokens")
+"""Sampling parameters that the tokens of the answer count against."""
+OF_THE_FORM = (
+    *("stop", "include_stop_str_in_output", "logprobs", "flat_logprobs", "logprob_token_ids", "detokenize", "output_kind"),
+    *("stream_interval", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"),
+)
+"""Sampling parameters of the answer's form, which the proxy looks after."""
+CHECKED = ("seed", "extra_args", "watermarking")
+DEFAULTS = SamplingParams()
+
+
+class Moves:
+    """The requests that may move: those with a `move_id` that have not ended."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._running: dict[str, list[Request]] = {}
+        """By their `move_id`. Several have one if they answer the same prompt, and then stay until all of them have ended."""
+        self._stopped: dict[str, int] = {}
+        """How many tokens the answers of stopped requests could have, by their ids."""
+        self._told: dict[str, dict[str, Any]] = {}
+        """What the requests that stop others are answered, by vLLM's ids."""
+
+    def add(self, request: Request, *, reason: str) -> None:
+        """Note a request that has come, and stop the one that it names (`stop_request_id`). `reason`: why this server keeps
+        nothing, if so.
+        """
+        params = request.kv_transfer_params or {}
+        if move_id := params.get("move_id"):
+            self._running.setdefault(str(move_id), []).append(request)
+        if move_id := params.get("stop_request_id"):
+            self._told[request.request_id] = self._stop(str(move_id), reason, is_chat=bool(params.get("is_chat")))
+
+    def remove(self, request: Request) -> tuple[str, dict[str, Any] | None]:
+        """Forget a request that has ended. Returns the id by which it is kept, if it was stopped before its end, and what it is
+        answered, if it has stopped another one.
+        """
+        told = self._told.pop(request.request_id, None)
+        move_id = str((request.kv_transfer_params or {}).get("move_id") or "")
+        requests = self._running.get(move_id, [])
+        if request not in requests:
+            return "", told
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            requests.remove(request)  # the proxy may have asked again before vLLM ended the request that it gave up
+        if not all(each.is_finished() for each in requests):
+            return "", told
+        del self._running[move_id]
+        max_tokens = self._stopped.pop(move_id, 0)
+        is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and request.num_output_tokens < max_tokens
+        return (move_id if is_cut else ""), told
+
+    def _stop(self, move_id: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
+        """Let a request end after the tokens that are being computed, unless it cannot go on elsewhere as it would here."""
+        requests = self._running.get(move_id, [])
+        if len(requests) != 1:
+            several = "several answers have this move_id: one cannot be continued alone"
+            return {"not_stopped": several if requests else "this server does not compute it, or not any more"}
+        (request,) = requests
+        if reason := reason or problem_of_id(move_id, "move_id") or next(self._reasons(request, is_chat=is_chat), ""):
+            return {"not_stopped": reason}
+        params = request.sampling_params
+        max_tokens = self._stopped.setdefault(move_id, request.max_tokens)
+        # Tokens of steps that are under way come in any case. vLLM schedules none beyond `max_tokens`.
+        request.max_tokens = min(max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders))
+        counted = {"max_tokens": max_tokens, "min_tokens": params.min_tokens}
+        return {"stopped": {name: getattr(params, name) for name in HANDED_OVER + WITHOUT_EFFECT} | counted}
+
+    def _reasons(self, request: Request, *, is_chat: bool) -> Iterator[str]:
+        """Why another server could not continue an answer exactly."""
+        params, config = request.sampling_params, self._config
+        if params is None or request.resumable or request.prompt_embeds is not None:
+            yield "it is not a prompt of tokens whose answer is generated"
+            return
+        if request.mm_features:
+            yield "a prompt of tokens cannot name its images, videos or audio"
+        if params.seed is not None and params.temperature > 0:
+            yield "seed: its random numbers cannot be continued"
+        if (params.extra_args or {}).keys() - {"kv_transfer_params"}:
+            yield f"other parameters: {', '.join(sorted(params.extra_args))}"
+        known = {*HANDED_OVER, *COUNTED, *OF_THE_FORM, *CHECKED}
+        for name in params.__struct_fields__:
+            if name not in known and not name.startswith("_") and not _is_default(name, getattr(params, name)):
+                yield f"{name}: it depends on where the prompt ends"
+        if config.model_config.logits_processors:
+            yield "the server has logits processors of its own"
+        if config.watermark_config is not None:
+            yield "the server marks its answers"
+        if is_chat and (config.structured_outputs_config.reasoning_parser or _is_harmony(config)):
+            yield "the server parses its answers to chats"
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a sampling parameter changes nothing. As text, since some are arrays."""
+    return str(value) in ("None", "[]", str(getattr(DEFAULTS, name)))
+
+
+def _is_harmony(config: VllmConfig) -> bool:
+    return bool(config.model_config.hf_config.model_type == "gpt_oss")
