@@ -11,7 +11,7 @@ PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py
 unexport PYTHONDONTWRITEBYTECODE
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm test-vllm-next demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -52,6 +52,12 @@ test-models: setup ## Compare tokens and logits of every described model, and mo
 
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
 	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/vllm $(PYTEST_ARGS)
+
+test-vllm-next: ## Run the same tests with the Python files of vLLM 0.33 and the CPU kernels of 0.32, and servers of both versions
+	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_next_env.sh) && \
+	  options="-c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations" && \
+	  TEST_OTHER_VLLM=$$next $$python -m pytest $$options tests/integrations/vllm/test_versions.py $(PYTEST_ARGS) && \
+	  PYTHONPATH=$$next $$python -m pytest $$options tests/integrations/vllm $(PYTEST_ARGS)
 
 demo-vllm: ## Run vLLM servers that prefill and decode with different layouts, and a proxy in front of them
 	@$$(scripts/vllm_env.sh) -W ignore -m harness.vllm.demo

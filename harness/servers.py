@@ -105,9 +105,11 @@ class Server:
             "decode": ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor"),
         }[mode]
         backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
-        common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1", "--skip-server-warmup")
+        # A server does not start if others take more than half of the free memory meanwhile.
+        common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.5", "--skip-server-warmup")
         idle = "--sleep-on-idle"  # otherwise every idle rank takes a whole core
-        num_ranks = int(dict(itertools.pairwise(options)).get("--tp", 1))
+        given = dict(itertools.pairwise(options))
+        num_ranks = int(given.get("--tp", 1)) * int(given.get("--pp-size", 1))
         python = os.environ.get("SGLANG_PYTHON", sys.executable)
         server = cls(
             [
@@ -192,10 +194,10 @@ class Server:
         """VLLM's own count of prompt tokens that have come from other servers, without those of failed loads."""
         return self.metric("vllm:prompt_tokens_by_source_total", label='source="external_kv_transfer"')
 
-    def metric_from(self, name: str, least: float, *, timeout_s: float = 20.0) -> float:
+    def metric_from(self, name: str, least: float, *, label: str = "", timeout_s: float = 20.0) -> float:
         """`metric`, once it is at least `least`, or what it is after a while. A server may answer before it counts."""
         until = time.monotonic() + timeout_s
-        while (found := self.metric(name)) < least and time.monotonic() < until:
+        while (found := self.metric(name, label=label)) < least and time.monotonic() < until:
             time.sleep(0.05)
         return found
 

@@ -45,7 +45,10 @@ flock -u 9
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 rm -rf "$site"
 mkdir -p "$site"
-ln -s "$packages"/{_editable_skbc_disagg.py,disagg,disagg-*.dist-info} "$tree/scripts/sglang/sitecustomize.py" "$site"
+ln -s "$packages"/{_editable_skbc_disagg.py,disagg,disagg-*.dist-info} "$tree"/scripts/sglang/{sitecustomize,cpu_engine}.py "$site"
+mkdir "$site/cpu_engine-1.dist-info"
+printf 'Metadata-Version: 2.1\nName: cpu_engine\nVersion: 1\n' >"$site/cpu_engine-1.dist-info/METADATA"
+printf '[sglang.srt.plugins]\ncpu_engine = cpu_engine:register\n' >"$site/cpu_engine-1.dist-info/entry_points.txt"
 cat >"$site/python" <<EOF
 #!/bin/sh
 PYTHONPATH=$tree/$site\${PYTHONPATH:+:\$PYTHONPATH} exec $env/bin/python "\$@"

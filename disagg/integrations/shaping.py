@@ -111,10 +111,10 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
         _row(_NONE, _SAMPLING, "structured_outputs_config watermark_config reasoning_config aux_output_config"),
         _row(_NONE, _SERVING, """
             scheduler_config observability_config logging_config profiler_config kv_transfer_config kv_events_config
-            ec_transfer_config ec_manager_config instance_id shutdown_timeout"""),
+            ec_transfer_config ec_manager_config instance_id shutdown_timeout watchdog_config"""),
     ),
     "CacheConfig": (
-        _row(_COMPARED, "the dtype in the layouts, FP8 and packed formats by their names, and `kv_scales`", """
+        _row(_COMPARED, "formats and scales in the layouts, which may differ where they can be converted, and `kv_scales`", """
             cache_dtype kv_cache_dtype_skip_layers"""),
         _row(_COMPARED, _MEMORY, """
             mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len use_kda_recoverssm"""),
@@ -127,7 +127,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             prefix_cache_retention_interval mamba_page_size_padded skip_page_size_padded mamba_block_size mamba_cache_mode
             enable_mamba_shared_prefix_checkpoint num_gpu_blocks num_cpu_blocks effective_attention_block_size
             kv_cache_size_tokens kv_cache_max_concurrency hash_block_size cache_hit_alignment_tokens kv_cache_memory_bytes
-            kv_offloading_size kv_offloading_backend"""),
+            kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks"""),
     ),
     "ModelConfig": (
         _row(_COMPARED, _CONFIG, "hf_overrides hf_config hf_text_config hf_config_path config_format model revision"),
@@ -137,7 +137,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
         _row(_COMPARED, "its value, if it is set", "model_class_overrides"),
         _row(_REQUEST, "the request's key", "enable_prompt_embeds"),
         _row(_NONE, "another implementation of the same model; the windows that it applies are compared", "model_impl"),
-        _row(_NONE, "Llama 4 reads its attention's temperature there, and is refused", """
+        _row(_COMPARED, "`attn_temperature_tuning`, which Llama 4 reads there: the value that the server has loaded", """
             generation_config override_generation_config"""),
         _row(_NONE, _WEIGHTS, """
             model_weights code_revision trust_remote_code quantization quantization_config allow_deprecated_quantization
@@ -170,7 +170,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph use_trtllm_attention disable_flashinfer_q_quantization
             mla_prefill_backend use_prefill_query_quantization use_non_causal sparse_mla_force_mqa
             sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
-            flex_attn_kv_block_size"""),
+            flex_attn_kv_block_size trtllm_ragged_backend indexer_tp_shard_min_rows minimax_m3_indexer_cp"""),
     ),
     "ParallelConfig": (
         _row(_COMPARED, "the tokens of each rank, in the layouts", """
@@ -206,13 +206,15 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             num_speculative_tokens num_speculative_tokens_per_batch_size index_share_for_mtp_iteration prompt_lookup_max
             prompt_lookup_min suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
             suffix_decoding_max_spec_factor suffix_decoding_min_token_prob draft_sample_method dspark_draft_topk
-            enable_adaptive_verification"""),
-        _row(_NONE, _SAMPLING, "rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length"),
+            enable_adaptive_verification xpress_topc"""),
+        _row(_NONE, _SAMPLING, """
+            rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length fly_window_size
+            fly_entropy_threshold fly_entropy_top_k"""),
         _row(_NONE, _PARALLEL, "draft_tensor_parallel_size tensor_parallel_size draft_parallel_config"),
-        _row(_NONE, _WEIGHTS, "quantization code_revision draft_load_config"),
+        _row(_NONE, _WEIGHTS, "quantization code_revision draft_load_config draft_lm_head_quantization"),
         _row(_NONE, _KERNELS, """
             enforce_eager moe_backend attention_backend disable_padded_drafter_batch use_local_argmax_reduction"""),
-        _row(_NONE, _WHERE, "disable_eagle_block_drop"),
+        _row(_NONE, _WHERE, "disable_eagle_block_drop disable_lookahead_block_hashes"),
     ),
 }
 """The fields of vLLM's configurations, by their class."""
@@ -221,7 +223,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
 
 SGLANG: tuple[Row, ...] = (
     _row(_COMPARED, _CONFIG, "model_path revision json_model_override_args decrypted_config_file model_config_parser"),
-    _row(_COMPARED, "the dtype in the layouts, FP8 by its format, and `kv_scales`", """
+    _row(_COMPARED, "formats and scales in the layouts, which may differ where they can be converted, and `kv_scales`", """
         kv_cache_dtype quantization_param_path qsa_indexer_dtype"""),
     _row(_COMPARED, _MEMORY, """
         dtype mamba_ssm_dtype disable_hybrid_swa_memory enable_linear_replayssm linear_replayssm_cache_len

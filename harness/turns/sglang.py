@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from harness.turns.servers import Case
 from harness.vllm.models import write_model
 
 WAYS = {
-    Way.BOTH_AT_ONCE: 82,
-    Way.DEAD_ADDRESS: 3,
+    Way.BOTH_AT_ONCE: 84,
+    Way.DEAD_ADDRESS: 1,
     Way.ABORTED_ON_PREFILL: 5,
     Way.ABORTED_WHILE_LOADING: 5,
     Way.ABORTED_WHILE_ANSWERING: 5,
@@ -40,15 +40,22 @@ TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class SglangCase(Case):
-    """`prefill` and `decode` are options of SGLang's command line. The undivided server has pages of one token."""
+    """`prefill` and `decode` are options of SGLang's command line. The undivided server has pages of one token. `environ` are
+    environment variables of all servers.
+    """
 
     model: str
     prefill: Sequence[str] = ()
     decode: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 RADIX_CACHE = "--disaggregation-decode-enable-radix-cache"
+SLOTS = ("--max-mamba-cache-size", "64")
+"""Otherwise as many as the machine's free memory holds."""
 SMALL = ("--max-total-tokens", "2048")
+DATA_PARALLEL = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-dp-lm-head")
+"""Otherwise ranks exchange logits of batches of one size with an operator that only GPUs have, and the server ends."""
 
 CASES = {
     "mistral": SglangCase(
@@ -80,6 +87,36 @@ CASES = {
         prefill=("--page-size", "16", "--chunked-prefill-size", "256"),
         decode=("--page-size", "64"),
     ),
+    "qwen3-next": SglangCase(
+        model="qwen3-next",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=TOLERANCE,
+        prefill=("--tp", "2", "--chunked-prefill-size", "256", *SLOTS, *SMALL),
+        decode=("--page-size", "64", *SLOTS, *SMALL),
+        environ={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    ),
+    "qwen3-next-cached": SglangCase(
+        model="qwen3-next",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=TOLERANCE,
+        prefill=("--tp", "2", "--chunked-prefill-size", "256", *SLOTS, *SMALL),
+        decode=("--mamba-radix-cache-strategy", "no_buffer", RADIX_CACHE, *SLOTS, *SMALL),  # the other strategy needs a GPU
+        environ={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    ),
+    "llama-stages": SglangCase(
+        model="llama",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=TOLERANCE,
+        prefill=("--pp-size", "2", "--page-size", "16", "--chunked-prefill-size", "256", *SMALL),
+        decode=("--page-size", "64", *SMALL),
+    ),
+    "qwen3-data-parallel": SglangCase(
+        model="qwen3",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=TOLERANCE,
+        prefill=(*DATA_PARALLEL, "--page-size", "16", "--chunked-prefill-size", "256", *SMALL),
+        decode=(*DATA_PARALLEL, "--page-size", "64", *SMALL),
+    ),
 }
 
 
@@ -89,10 +126,14 @@ class SglangServers:
     def __init__(self, case: SglangCase, folder: Path, stack: ExitStack) -> None:
         self.case = case
         model = write_model(case.model, folder / case.model)
+
+        def start(*options: str, mode: str | None = None) -> Server:
+            return stack.enter_context(Server.sglang(model, *options, mode=mode, instead_of=None, **case.environ))
+
         self._pool = stack.enter_context(ThreadPoolExecutor(32))  # first, so that servers end before it waits for requests
-        self._prefill = stack.enter_context(Server.sglang(model, *case.prefill, mode="prefill"))
-        self._decode = stack.enter_context(Server.sglang(model, *case.decode, "--enable-metrics", mode="decode"))
-        self._alone = stack.enter_context(Server.sglang(model))
+        self._prefill = start(*case.prefill, mode="prefill")
+        self._decode = start(*case.decode, "--enable-metrics", mode="decode")
+        self._alone = start()
         self._servers = {"prefill": self._prefill, "decode": self._decode, "the undivided server": self._alone}
         for server in self._servers.values():
             server.wait_ready()

@@ -255,7 +255,9 @@ class VllmServers:
             open_requests.decoding[turn.number] = self._add(self._decode, turn, params)
         if way in (Way.PLAIN, Way.DEAD_ADDRESS):
             return
-        req_id = self._add(self._prefill, turn, {**PREFILL, **name})
+        # A proxy that asks in turn learns the id from prefill. One that chooses it gets nothing of a request that is preempted.
+        chosen = name if way in (Way.ABORTED_ON_PREFILL, Way.BOTH_AT_ONCE) else {}
+        req_id = self._add(self._prefill, turn, {**PREFILL, **chosen})
         if way is Way.ABORTED_ON_PREFILL:
             self._prefill.abort(req_id)
             self._give_up(name)  # it may have ended before

@@ -112,16 +112,19 @@ class Engine:
         max_tokens: int = 8,
         logprobs: int = 1,
         stop: Sequence[int] = (),
+        sampling: Mapping[str, Any] | None = None,
+        hold_at: int = 0,
         **fields: Any,
     ) -> str:
-        """Start a request, and return its id. It ends with the first of the tokens `stop`. `fields` are those of vLLM's
-        `EngineCoreRequest`, such as `cache_salt`.
+        """Start a request, and return its id. It ends with the first of the tokens `stop`. `sampling` are further sampling
+        parameters, and `fields` those of vLLM's `EngineCoreRequest`, such as `cache_salt`. Once it has `hold_at` tokens, the
+        engine takes no step until another request comes.
         """
         req_id = f"request-{next(self._numbers)}"
         self.answers[req_id] = Answer()
         self._begun[req_id] = time.monotonic()
         ids, given = None if prompt is None else list(prompt), None if params is None else dict(params)
-        self._pipe.send(("add", req_id, ids, given, (max_tokens, logprobs, tuple(stop)), fields))
+        self._pipe.send(("add", req_id, ids, given, (max_tokens, logprobs, tuple(stop), dict(sampling or {})), hold_at, fields))
         return req_id
 
     def abort(self, req_id: str) -> None:
@@ -292,13 +295,18 @@ def _make_intermediate_tensors(worker: Any) -> None:
 
 def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
     """Steps the engine while it has requests, and yields what the parent should know."""
+    held_at: dict[str, int] = {}
+    is_held = False
     while True:
-        while pipe.poll(0 if core.scheduler.has_requests() or core.batch_queue else None):
+        while pipe.poll(0 if not is_held and (core.scheduler.has_requests() or core.batch_queue) else None):
             command, *told = pipe.recv()
             if command == "stop":
                 return
             if command == "add":
-                core.add_request(_request(core, *told))
+                req_id, prompt, params, sampling, hold_at, fields = told
+                core.add_request(_request(core, req_id, prompt, params, sampling, fields))
+                held_at |= {req_id: hold_at} if hold_at else {}
+                is_held = False
             elif command == "abort":
                 core.abort_requests(told)
             elif command == "free":
@@ -307,10 +315,16 @@ def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
                 yield command, bool(core.scheduler.requests)
             elif command == "run":
                 yield command, told[0](core)
-            if not (core.scheduler.has_requests() or core.batch_queue):
+            if is_held or not (core.scheduler.has_requests() or core.batch_queue):
                 continue
             break
-        yield from _step(core)
+        for each in _step(core):
+            if each[0] == "output" and each[1] in held_at:
+                held_at[each[1]] -= len(each[2])
+                if held_at[each[1]] <= 0:
+                    del held_at[each[1]]
+                    is_held = True
+            yield each
 
 
 def _step(core: Any) -> Iterator[tuple[Any, ...]]:
@@ -340,20 +354,20 @@ def _request(
     req_id: str,
     prompt: list[int] | None,
     params: dict[str, Any] | None,
-    given: tuple[int, int, tuple[int, ...]],
+    given: tuple[int, int, tuple[int, ...], dict[str, Any]],
     fields: Mapping[str, Any],
 ) -> Any:
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    max_tokens, logprobs, stop = given
+    max_tokens, logprobs, stop, others = given
+    own = {} if params is None else {"kv_transfer_params": params}
     sampling = SamplingParams(
-        temperature=0.0,
         max_tokens=1 if params and params.get("do_remote_decode") else max_tokens,
         ignore_eos=True,
         stop_token_ids=list(stop),
         logprobs=logprobs,
-        extra_args=None if params is None else {"kv_transfer_params": params},
+        **{"temperature": 0.0, **others, "extra_args": own | others.get("extra_args", {}) or None},
     )
     request = EngineCoreRequest(
         request_id=req_id,

@@ -50,6 +50,37 @@ def _mistral() -> Any:
     return transformers.MistralForCausalLM(config)
 
 
+def _qwen3() -> Any:
+    """In SGLang with attention that is data-parallel, which its Llama is not made for."""
+    config = transformers.Qwen3Config(
+        **_SMALL, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def _gpt_oss() -> Any:
+    """Windows in every other layer, and a sink for each head."""
+    config = transformers.GptOssConfig(
+        **_COMMON,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    model = transformers.GptOssForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.mul_(4)  # otherwise every prompt has much the same answer
+    return model
+
+
 def _gemma3() -> Any:
     config = transformers.Gemma3TextConfig(
         **_SMALL,
@@ -65,6 +96,25 @@ def _gemma3() -> Any:
     with torch.no_grad():  # tied embeddings of this size repeat the last token
         model.model.embed_tokens.weight.mul_(0.2)
     return model
+
+
+def _llama4() -> Any:
+    """Three of four layers attend within chunks of 128 tokens. The other one has no rotary embeddings."""
+    config = transformers.Llama4TextConfig(
+        **_COMMON,
+        hidden_size=256,
+        intermediate_size=512,
+        intermediate_size_mlp=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        attention_chunk_size=128,
+        num_local_experts=4,
+        interleave_moe_layer_step=4,
+        tie_word_embeddings=False,
+    )
+    return transformers.Llama4ForCausalLM(config)
 
 
 def _falcon_h1() -> Any:
@@ -105,6 +155,7 @@ def _qwen3_next() -> Any:
         shared_expert_intermediate_size=128,
         tie_word_embeddings=False,
     )
+    config.full_attention_interval = 4  # SGLang reads it, as published files have it, and not the types of layers
     return transformers.Qwen3NextForCausalLM(config).to(torch.bfloat16)
 
 
@@ -138,7 +189,10 @@ def _deepseek_v2() -> Any:
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama": _llama,
     "mistral": _mistral,
+    "qwen3": _qwen3,
+    "gpt-oss": _gpt_oss,
     "gemma3": _gemma3,
+    "llama4": _llama4,
     "falcon-h1": _falcon_h1,
     "qwen3-next": _qwen3_next,
     "qwen3-next-mtp": _qwen3_next,
@@ -222,11 +276,11 @@ def save_model(model: Any, folder: Path) -> Path:
     """Write a model with this module's vocabulary, and the tokenizer, to `folder`."""
     model.generation_config = transformers.GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """One token for each byte, and two special ones."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<s>": BOS, "</s>": EOS}, merges=[]))

@@ -12,6 +12,14 @@ from disagg.integrations.identity import component_name
 from disagg.state.declare import Block
 
 
+class Buffer(NamedTuple):
+    """Memory of `nbytes` from `pointer`, in rows of `row_nbytes`."""
+
+    pointer: int
+    nbytes: int
+    row_nbytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScaleFacts:
     """Block scales beside K and V: `nbytes` of each per head and `granule` tokens, which follow each other in memory."""
@@ -21,11 +29,22 @@ class ScaleFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentScaleFacts:
+    """Block scales beside latents, `nbytes` per token, in `buffers`, which `KVArgs` do not list: one per layer."""
+
+    nbytes: int
+    buffers: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PageFacts:
     """Paged tensors of one pool. `layers` are this rank's, by their numbers in the whole model, in the order of the pool.
 
     With `num_kv_heads` there are a K and a V per layer, of `dims` elements per head; these are the model's heads, not this
     rank's. Without (`None`) there is one latent per layer, of `dims[0]` elements.
+
+    `kv_scales` are those of K and V by layer, if peers may hold the numbers in another dtype; `rounding` as in
+    `disagg.state.declare.Role`.
     """
 
     layers: tuple[int, ...]
@@ -33,6 +52,9 @@ class PageFacts:
     dims: tuple[int, ...]
     num_kv_heads: int | None = None
     scales: ScaleFacts | None = None
+    latent_scales: LatentScaleFacts | None = None
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    rounding: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +106,6 @@ class RingFacts:
     """Rows of a window that are addressed by request and position: `row_nbytes` bytes a token, the same on every rank."""
 
     layers: tuple[int, ...]
-    row_nbytes: int
-
-
-class Buffer(NamedTuple):
-    """Memory of `nbytes` from `pointer`, in rows of `row_nbytes`."""
-
-    pointer: int
-    nbytes: int
     row_nbytes: int
 
 

@@ -15,8 +15,8 @@ from disagg.integrations.identity import has_windows
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.sglang import payload
 from disagg.integrations.sglang.facts import Facts
-from disagg.integrations.sglang.identity import identify, read_source, windows
-from disagg.integrations.sglang.pools import Drafts, Pools, read_facts
+from disagg.integrations.sglang.identity import identify, kv_scales, read_source, windows
+from disagg.integrations.sglang.pools import Drafts, Pools, has_numbers, read_facts
 from disagg.integrations.sglang.prompts import Prompt, prompt_of
 from disagg.layout.agreement import ModelId
 
@@ -69,6 +69,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     config, runner = scheduler.model_config, scheduler.tp_worker.model_runner
     name, options = ServerConfig.load(environ=os.environ, name="sglang").model, scheduler.server_args
     source = read_source(config, options.decrypted_config_file, name=name)
+    scales = kv_scales(runner)
     pools = Pools(
         kv=queue.token_to_kv_pool,
         drafts=drafts_of(scheduler),
@@ -76,6 +77,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         config=config,
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
+        kv_scales=scales,
         # Without this size some attention backends ignore that of a layer.
         windows=windows(runner.model) if runner.sliding_window_size is not None else {},
         by_layer=has_windows(source.config),
@@ -99,7 +101,14 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         payload.check_metadata(queue.metadata_buffers, index, room=room, vocabulary=config.vocab_size)
 
     return Host(
-        model=identify(source, runner, name=name, hooks=options.forward_hooks, from_stages=gather),
+        model=identify(
+            source,
+            runner,
+            name=name,
+            hooks=options.forward_hooks,
+            from_stages=gather,
+            scales={} if has_numbers(pools.kv) else scales,
+        ),
         read_facts=lambda topology: read_facts(pools, topology),
         gather=gather,
         from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,26 @@ def _config_file(path: str, revision: str | None) -> Path:
     return Path(cached_file(path, "config.json", revision=revision))
 
 
-def identify(source: Source, runner: Any, *, name: str | None, hooks: Any, from_stages: Callable[[Any], list[Any]]) -> ModelId:
+def identify(
+    source: Source,
+    runner: Any,
+    *,
+    name: str | None,
+    hooks: Any,
+    from_stages: Callable[[Any], list[Any]],
+    scales: Mapping[int, tuple[float, ...]],
+) -> ModelId:
     """The identity of the model that SGLang's `runner` has loaded. Every rank calls this: `from_stages` gathers from the
-    pipeline stages. `hooks` are those that the command line adds to the model.
+    pipeline stages. `hooks` are those that the command line adds to the model, and `scales` those of this stage's K and V that
+    are not in the layouts.
     """
-    has_scales = str(runner.kv_cache_dtype).startswith("torch.float8")
     found: dict[int, int] = {}
-    scales: dict[int, tuple[float, ...]] = {}
-    for stage in from_stages((windows(runner.model), _kv_scales(runner.model) if has_scales else {})):
+    all_scales: dict[int, tuple[float, ...]] = {}
+    for stage in from_stages((windows(runner.model), scales)):
         found |= stage[0]
-        scales |= stage[1]
+        all_scales |= stage[1]
     options = {"forward_hooks": hooks} if hooks else {}
-    applied = Applied(windows=found, kv_scales=scales, long_rope="by_batch", options=options)
+    applied = Applied(windows=found, kv_scales=all_scales, long_rope="by_batch", options=options)
     return model_id(source, applied, CONVENTIONS, name=name)
 
 
@@ -64,9 +72,11 @@ def windows(model: Any) -> dict[int, int]:
     return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
 
 
-def _kv_scales(model: Any) -> dict[int, tuple[float, ...]]:
-    """The scales of K and V of each layer. SGLang's default is 1."""
-    return {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in _attention(model)}
+def kv_scales(runner: Any) -> dict[int, tuple[float, float]]:
+    """The scales of K and V of each layer of `runner`, if they are in FP8. SGLang's default is 1."""
+    if not str(runner.kv_cache_dtype).startswith("torch.float8"):
+        return {}
+    return {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in _attention(runner.model)}
 
 
 def _attention(model: Any) -> Iterator[Any]:

@@ -137,7 +137,14 @@ def _pages(
             layer: _paged(entry, (page_size, dim), facts.dtype, rank)
             for layer, entry in zip(facts.layers, entries, strict=True)
         }
-        return paged.mla(tensors, dim=dim, **given)
+        if facts.latent_scales is None:
+            return paged.mla(tensors, dim=dim, **given)
+        nbytes, buffers = facts.latent_scales.nbytes, facts.latent_scales.buffers
+        scales = {
+            layer: _paged(_Entry(f"{name}, scales of layer {layer}", *buffer), (page_size, nbytes), "uint8", rank)
+            for layer, buffer in zip(facts.layers, buffers, strict=True)
+        }
+        return paged.mla(tensors, dim=dim, scales=scales, scales_dim=nbytes, scales_dtype="uint8", **given)
     _check_count(name, entries, 2 * len(facts.layers))
     k_dim, v_dim = facts.dims
     heads = by_tp(facts.num_kv_heads).local_size(rank.topology)
@@ -148,6 +155,9 @@ def _pages(
         )
         for i, layer in enumerate(facts.layers)
     }
+    if facts.kv_scales:
+        k_scale, v_scale = ({layer: scales[i] for layer, scales in facts.kv_scales.items()} for i in range(2))
+        given |= {"k_scale": k_scale, "v_scale": v_scale, "rounding": facts.rounding}
     return paged.gqa(pairs, axes="nhd", num_kv_heads=facts.num_kv_heads, dims=(k_dim, v_dim), **given)
 
 

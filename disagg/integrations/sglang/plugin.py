@@ -49,6 +49,7 @@ def register() -> None:
         HookRegistry.register(f"{queues}.{queue}._check_if_req_exceed_kv_capacity", _refuse, HookType.AROUND)
         HookRegistry.register(f"{queues}.{queue}.__init__", _without_digests, HookType.AFTER)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
+    HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", _collect, HookType.BEFORE)
     sending = f"{queues}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk"
     HookRegistry.register(sending, _send_cached, HookType.AROUND)
     HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.prefetch_prefill_dp_rank_queries", _prefetch, HookType.AROUND)
@@ -183,6 +184,14 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
     if is_accepted and isinstance(request.disagg_kv_sender, DisaggKVSender):
         request.disagg_kv_sender.prompt = queue.kv_manager.host.prompt(request)
     return is_accepted
+
+
+def _collect(queue: Any) -> None:
+    """In each step. Of several pipeline stages, SGLang asks only the first one for the state of requests that wait for decode;
+    the others must notice by themselves that decode has reserved.
+    """
+    if queue.transfer_backend.value == NAME:
+        queue.kv_manager.collect()
 
 
 def _send_cached(

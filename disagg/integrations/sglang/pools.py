@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.core.errors import ConfigError
+from disagg.core.formats import FLOATS, QUANTIZED
 from disagg.core.memory import Device
 from disagg.core.topology import Topology
 from disagg.integrations.sglang.facts import (
@@ -20,6 +21,7 @@ from disagg.integrations.sglang.facts import (
     DraftFacts,
     Facts,
     IndexFacts,
+    LatentScaleFacts,
     PageFacts,
     ScaleFacts,
     SlotFacts,
@@ -28,7 +30,8 @@ from disagg.state.declare import Block, blocks_by_tp, by_tp
 
 MXFP8 = "MHATokenToKVPoolMXFP8"
 HEADS = ("MHATokenToKVPool", MXFP8)
-LATENTS = ("MLATokenToKVPool", "DSATokenToKVPool")
+LATENTS_FP4 = "MLATokenToKVPoolFP4"
+LATENTS = ("MLATokenToKVPool", "DSATokenToKVPool", LATENTS_FP4)
 WINDOWS = "SWAKVPool"
 MINIMAX = "MiniMaxSparseKVPool"
 QSA = "QSATokenToKVPool"
@@ -52,7 +55,7 @@ class Drafts:
 class Pools:
     """What SGLang's scheduler has: pools, configurations of the model and of its recurrent layers, and the window in tokens.
 
-    `windows`, `by_layer` and `reuses_pages` are those of `Facts`.
+    `kv_scales` are those of K and V of each layer, in FP8. `windows`, `by_layer` and `reuses_pages` are those of `Facts`.
     """
 
     kv: Any
@@ -61,6 +64,7 @@ class Pools:
     config: Any
     recurrent_config: Any = None
     window: int | None = None
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     windows: Mapping[int, int] = field(default_factory=dict)
     by_layer: bool = False
     reuses_pages: bool = False
@@ -71,7 +75,7 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
     full, layers = _full("token_to_kv_pool", pools.kv)
     found: dict[str, Any] = {
         "device": _device(full),
-        "kv": _pages("token_to_kv_pool", full, layers, pools.config, topology),
+        "kv": _with_scales(_pages("token_to_kv_pool", full, layers, pools.config, topology), pools.kv_scales, full),
         "index": _index(full, layers),
         "index_k": _index_k(pools.kv) if _name(pools.kv) == MINIMAX else None,
         "compressed": _compressed(pools.kv) if _name(pools.kv) == QSA else None,
@@ -80,7 +84,8 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
     if pools.drafts is not None:
         found["drafts"] = _drafts(pools.drafts, topology, model=pools.kv)
     if _name(pools.kv) == WINDOWS:
-        found["window_kv"] = _windows("swa_kv_pool", pools.kv, pools.config, topology)
+        window = _windows("swa_kv_pool", pools.kv, pools.config, topology)
+        found["window_kv"] = _with_scales(window, pools.kv_scales, pools.kv.swa_kv_pool)
         found["window"] = pools.window
     elif _name(pools.kv) in HEADS:
         found |= {"windows": pools.windows, "by_layer": pools.by_layer}
@@ -88,6 +93,31 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
     if mamba is not None:
         found["slots"] = _slots(mamba, pools.recurrent_config, topology)
     return Facts(topology=topology, **found)
+
+
+def has_numbers(pool: Any) -> bool:
+    """Whether the scales of a server's K and V are in its layouts: `pool` is that of its scheduler."""
+    found = getattr(pool, "main_pool", getattr(pool, "full_kv_pool", pool))
+    return _name(found) in HEADS and _dtype(found.dtype) in FLOATS + QUANTIZED and _name(found) != MXFP8
+
+
+def _with_scales(facts: PageFacts | None, scales: Mapping[int, tuple[float, float]], pool: Any) -> PageFacts | None:
+    """With the scales of K and V, if a peer may hold them in another dtype. SGLang divides by a scale in the model's dtype, and
+    rounds once more then: without scales it is torch's own cast.
+    """
+    if facts is None or not has_numbers(pool):
+        return facts
+    found = {layer: scales.get(layer, (1.0, 1.0)) for layer in facts.layers}
+    is_one = all(scale == 1.0 for pair in found.values() for scale in pair)
+    return replace(facts, kv_scales=found, rounding=_rounding(pool.dtype, pool.device) if is_one else None)
+
+
+def _rounding(dtype: Any, device: Any) -> str:
+    """What torch's cast does with numbers that are too large, which depends on the device."""
+    import torch
+
+    is_bounded = bool(torch.tensor(1e6, device=device).to(dtype).float().isfinite())
+    return "nearest" if is_bounded else "unbounded"
 
 
 def _name(pool: Any) -> str:
@@ -171,6 +201,11 @@ def _pages(
     """
     if not layers:
         return None
+    if _name(pool) == LATENTS_FP4:
+        latent, scale = pool.kv_buffer[0], pool.kv_scale_buffer[0]  # two elements a byte; a byte for 16 elements
+        found = tuple(Buffer(each.data_ptr(), each.nbytes, each[0].nbytes * pool.page_size) for each in pool.kv_scale_buffer)
+        scales = LatentScaleFacts(nbytes=scale.shape[-1], buffers=found)
+        return PageFacts(layers=layers, dtype=_dtype(latent.dtype), dims=(latent.shape[-1],), latent_scales=scales)
     if _name(pool) in LATENTS:
         dtype = pool.store_dtype if pool.dsa_kv_cache_store_fp8 else pool.dtype  # packed: bytes of several kinds
         return PageFacts(layers=layers, dtype=_dtype(dtype), dims=(int(pool.kv_cache_dim),))

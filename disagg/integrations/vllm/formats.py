@@ -13,6 +13,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVQuantMode,
     MLAAttentionSpec,
@@ -84,9 +85,9 @@ def has_scales(spec: Any) -> bool:
 
 def read_format(spec: AttentionSpec, what: str) -> Format:
     """The format of a layer. Raises `ConfigError` for one that is not described."""
-    is_one_of = type(spec) in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec) or is_windowed_latent(spec)
-    if not is_one_of:
-        raise ConfigError(f"{what}: expected full or sliding-window attention or MLA, found {spec}")
+    is_by_head = type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    if not (is_by_head or type(spec) is MLAAttentionSpec or is_windowed_latent(spec)):
+        raise ConfigError(f"{what}: expected full, sliding-window or chunked attention or MLA, found {spec}")
     if is_index(spec):
         found = _index_format(spec)
     elif is_windowed_latent(spec) or (isinstance(spec, MLAAttentionSpec) and spec.model_version is not None):

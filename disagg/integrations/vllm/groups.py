@@ -10,6 +10,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -36,6 +37,7 @@ class Kind(enum.Enum):
 
     FULL = "kv"
     WINDOW = "window"
+    CHUNK = "chunk"
     LATENT = "mla"
     INDEX = "index"
     CONVOLVED = "sconv"
@@ -48,6 +50,7 @@ _KINDS = {
     KVCacheSpecKind.FULL_ATTENTION: Kind.FULL,
     KVCacheSpecKind.SLIDING_WINDOW: Kind.WINDOW,
     KVCacheSpecKind.SLIDING_WINDOW_MLA: Kind.WINDOW,
+    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION: Kind.CHUNK,
     KVCacheSpecKind.MLA_ATTENTION: Kind.LATENT,
     KVCacheSpecKind.MAMBA: Kind.STATE,
 }
@@ -59,6 +62,8 @@ def kind_of(spec: KVCacheSpec, name: str) -> Kind:
         return Kind.STATE
     if is_windowed_latent(spec) and spec.model_version is None:
         return Kind.INDEX_COMPRESSOR if ".indexer." in name else Kind.COMPRESSOR
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Kind.CHUNK
     if isinstance(spec, SlidingWindowSpec):
         return Kind.CONVOLVED if is_convolved(spec) else Kind.WINDOW
     if isinstance(spec, MLAAttentionSpec):
@@ -69,7 +74,8 @@ def kind_of(spec: KVCacheSpec, name: str) -> Kind:
 @dataclass(frozen=True)
 class Group:
     """Layers that share block ids. `specs` are those of this worker's layers. A block has `block_size` tokens. `window` is the
-    number of tokens that a layer attends to, with the newest among them.
+    number of tokens that a layer attends to, with the newest among them. With `chunk` a token attends to those before it in its
+    own chunk of so many tokens, which is a multiple of `block_size`.
 
     Layers that keep all tokens may share ids though they keep different things of them: `kind` is that of one of them, and
     `by_kind` has that of each. With recurrent states the last `num_scratch` blocks of a request hold the states of drafted
@@ -82,6 +88,7 @@ class Group:
     window: int | None
     specs: Mapping[str, Any]
     num_scratch: int = 0
+    chunk: int | None = None
 
     @property
     def is_incremental(self) -> bool:
@@ -112,8 +119,9 @@ class Group:
 
     @property
     def has_windows(self) -> bool:
-        """Whether layers attend to a window though all tokens are kept: vLLM's hybrid KV cache manager is off."""
-        return any(isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None for spec in self.specs.values())
+        """Whether layers attend to a window or a chunk though all tokens are kept: vLLM's hybrid KV cache manager is off."""
+        kept = (spec for spec in self.specs.values() if isinstance(spec, FullAttentionSpec))
+        return any(spec.sliding_window is not None or spec.attention_chunk_size is not None for spec in kept)
 
     def needed(self, start: int, stop: int, *, window_page: int = 1) -> TokenRange:
         """The tokens that decode needs to compute token `stop`, if it has those before `start`.
@@ -121,6 +129,8 @@ class Group:
         Prefill keeps windows from a multiple of `window_page` tokens on. If that is early enough, the tokens that share a
         block with a window's first one are among them, so that the block is whole.
         """
+        if self.chunk is not None:
+            return max(start, stop - stop % self.chunk), stop
         if self.window is None:
             return start, stop
         first, _ = last_tokens(stop, window=self.window - 1, prefix=start)
@@ -144,14 +154,17 @@ def read_groups(config: KVCacheConfig, *, dcp: int = 1) -> tuple[Group, ...]:
         what = f"KV cache group {index} ({', '.join(group.layer_names[:2])}{', ...' if len(group.layer_names) > 2 else ''})"
         kind = _KINDS.get(get_kv_cache_spec_kind(spec))
         if kind is None or not group.enable_kv_transfer or group.host_resident:
-            raise ConfigError(f"{what}: expected full or sliding-window attention, MLA or recurrent state, found {spec}")
+            raise ConfigError(
+                f"{what}: expected full, sliding-window or chunked attention, MLA or recurrent state, found {spec}"
+            )
         samples = list(by_layer.values()) or [spec]
         for each in samples:
             _check(each, what)
         window = samples[0].sliding_window if kind is Kind.WINDOW else None
         block_size = spec.block_size * (dcp if dcp > 1 and spec.dcp_sharded else 1)
         num_scratch = samples[0].num_speculative_blocks if kind is Kind.STATE else 0
-        groups.append(Group(index, kind, block_size, window, specs, num_scratch))
+        chunk = samples[0].attention_chunk_size if kind is Kind.CHUNK else None
+        groups.append(Group(index, kind, block_size, window, specs, num_scratch, chunk))
     return tuple(groups)
 
 
@@ -163,9 +176,6 @@ def _check(spec: KVCacheSpec, what: str) -> None:
             raise ConfigError(f"{what}: expected the states of one of {', '.join(STATES)}, found {found}")
         return
     read_format(spec, what)
-    if isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
-        found = f"chunks of {spec.attention_chunk_size} tokens"
-        raise ConfigError(f"{what}: expected no chunked local attention, found {found}")
 
 
 def num_handed_over(num_prompt_tokens: int) -> int:
@@ -183,7 +193,7 @@ def component_names(
     single = len(groups) == 1 and groups[0].is_incremental and not groups[0].has_windows
     for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
-            name = "kv" if kind is Kind.WINDOW else kind.value
+            name = "kv" if kind in (Kind.WINDOW, Kind.CHUNK) else kind.value
             if single and len({_shape(group.specs[each]) for each in layers.values()}) == 1:
                 yield group, prefix + component_name(name, None), layers
             else:

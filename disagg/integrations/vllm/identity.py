@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from disagg.core.errors import ConfigError
+from disagg.core.formats import QUANTIZED
 from disagg.core.topology import Topology
 from disagg.integrations.description import described, digest, rotary, words
 from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
@@ -27,6 +28,9 @@ CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=
 
 PLAIN = ("auto", "float32", "float16", "bfloat16")
 """VLLM's names of KV caches that are not quantized."""
+
+BY_HEAD = (Kind.FULL, Kind.WINDOW, Kind.CHUNK)
+"""What has K and V for each head."""
 
 Gather = Callable[[Any], list[Any]]
 """Returns what every rank of a group gives, in order."""
@@ -111,9 +115,9 @@ def _draft_config(model: ModelConfig) -> dict[str, Any]:
 
 def _layer(config: VllmConfig, kind: Kind, spec: Any, name: str, topology: Topology) -> str:
     """What servers must agree on of a draft layer's cache. If they do not, that is no reason to refuse the pair."""
-    heads = draft_heads(config, spec, topology) if kind in (Kind.FULL, Kind.WINDOW) else spec.num_kv_heads * topology.tp
+    heads = draft_heads(config, spec, topology) if kind in BY_HEAD else spec.num_kv_heads * topology.tp
     format_ = [spec.dtype, spec.kv_quant_mode.name, spec.tokens_per_state]
-    if kind in (Kind.FULL, Kind.WINDOW, Kind.LATENT) and spec.dtype.itemsize == 1:
+    if kind in (*BY_HEAD, Kind.LATENT) and spec.dtype.itemsize == 1:
         format_.append(fp8_format(config, name) or attention_layer(config, name).kv_cache_dtype)
     sizes = f"{spec.head_size}+{spec.head_size_v}"
     return ":".join(map(str, (1 if isinstance(spec, MLAAttentionSpec) else heads, sizes, *format_)))
@@ -138,6 +142,18 @@ def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:
     return torch.float8_e5m2 if dtype == "fp8_e5m2" else current_platform.fp8_dtype()
 
 
+def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
+    """The scales of a layer's K and V, if peers may hold its numbers in another format: those of FP8 with one scale each, and 1
+    for K and V that are not quantized. `fnuz` formats are not among those between which the library converts.
+    """
+    attention = attention_layer(config, layer)
+    if str(attention.kv_cache_dtype) in PLAIN:
+        return 1.0, 1.0
+    k, v = attention._k_scale.reshape(-1).tolist(), attention._v_scale.reshape(-1).tolist()
+    is_known = str(fp8_format(config, layer)).removeprefix("torch.") in QUANTIZED
+    return (k[0], v[0]) if is_known and len(k) == len(v) == 1 else None
+
+
 def attention_layer(config: VllmConfig, layer: str) -> Any:
     """VLLM's own object of a layer with attention."""
     return config.compilation_config.static_forward_context[layer]
@@ -159,15 +175,19 @@ def _windows(config: VllmConfig, groups: Sequence[Group], num_layers: int | None
 def _kv_scales(
     config: VllmConfig, groups: Sequence[Group], num_layers: int | None, num_kv_heads: int, from_tp: Gather
 ) -> dict[int, tuple[float, ...]]:
-    """The scales of K and V of this stage's quantized layers: one each, or one for each of the model's KV heads."""
+    """The scales of K and V of this stage's quantized layers: one each, or one for each of the model's KV heads. Those of the
+    target's `tensor_scales` are in the layouts.
+    """
     own: dict[int, tuple[list[float], ...]] = {}
     heads: dict[int, int] = {}
     for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
-            if kind not in (Kind.FULL, Kind.WINDOW, Kind.LATENT):
+            if kind not in (*BY_HEAD, Kind.LATENT):
                 continue
             for layer, name in layers.items():
-                if has_scales(group.specs[name]) and str(attention_layer(config, name).kv_cache_dtype) not in PLAIN:
+                is_in_layout = num_layers is not None and kind is not Kind.LATENT and tensor_scales(config, name) is not None
+                is_quantized = str(attention_layer(config, name).kv_cache_dtype) not in PLAIN
+                if has_scales(group.specs[name]) and is_quantized and not is_in_layout:
                     attention = attention_layer(config, name)
                     own[layer] = tuple(each.reshape(-1).tolist() for each in (attention._k_scale, attention._v_scale))
                     heads[layer] = group.specs[name].num_kv_heads
@@ -197,6 +217,8 @@ def _options(config: VllmConfig) -> dict[str, Any]:
         "model_class_overrides": config.model_config,
         "target_modules": config.lora_config,
         "enable_tower_connector_lora": config.lora_config,
+        "attention_chunk_size": config.model_config,  # SGLang's servers do not say it: such a pair was not run
+        "attn_temperature_tuning": config.model_config.hf_text_config,
     }
     found = {name: getattr(place, name, None) for name, place in places.items()}
     return {name: value for name, value in found.items() if value}

@@ -12,11 +12,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -35,7 +36,15 @@ from disagg.integrations.vllm.formats import (
     shared_component,
 )
 from disagg.integrations.vllm.groups import Group, Kind, component_names, kind_of, read_groups
-from disagg.integrations.vllm.identity import Gather, attention_layer, draft_heads, fp8_format, identify_draft
+from disagg.integrations.vllm.identity import (
+    PLAIN,
+    Gather,
+    attention_layer,
+    draft_heads,
+    fp8_format,
+    identify_draft,
+    tensor_scales,
+)
 from disagg.layout.ownership import Owned
 from disagg.layout.placement import Component
 from disagg.models import ModelSpec, from_config
@@ -47,6 +56,8 @@ Describe = Callable[[], ModelSpec]
 """Returns the model that a `config.json` describes, or raises `ConfigError`."""
 
 NULL_BLOCK = 0
+ROUNDINGS = {"CPU_ATTN": "toward_zero", "FLASH_ATTN": "nearest", "FLASHINFER": "nearest"}
+"""How a backend's own kernel makes numbers of FP8. Into those of another one nobody converts."""
 """The block id that vLLM puts where a request has no block."""
 
 
@@ -165,7 +176,13 @@ def _over_all_ranks(inner: Inner) -> Inner:
 
 
 def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A layer's cache with the dtype of its values: two formats of FP8 are both bytes to vLLM."""
+    """A layer's cache with the dtype of its values: two formats of FP8 are both bytes to vLLM.
+
+    Raises `ConfigError` for a format that a plug-in of vLLM adds: nothing says what its bytes are.
+    """
+    name = str(attention_layer(config, layer).kv_cache_dtype)
+    if name not in (*PLAIN, *get_args(CacheDType)):
+        raise ConfigError(f"layer {layer!r}: expected one of vLLM's own KV cache formats, found {name!r}")
     dtype = fp8_format(config, layer) if tensor.dtype == torch.uint8 else None
     return tensor if dtype is None else tensor.view(dtype)
 
@@ -243,8 +260,21 @@ def _attention(
         axes, views = "nhd", {layer: plane_views(tensor, spec) for layer, tensor in tensors.items()}
     else:
         axes, views = "hnd", {layer: _gpu_views(tensor, spec) for layer, tensor in tensors.items()}
+    # Servers with other drafts have no draft component in common, and a draft's scales are in its name.
+    scales = {} if optional else {layer_id: tensor_scales(config, layer_name) for layer_id, layer_name in layers.items()}
+    known = {layer_id: found for layer_id, found in scales.items() if found is not None}
+    has_numbers = len(known) == len(layers)
     return paged.gqa(
-        views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name, tokens=tokens, optional=optional
+        views,
+        axes=axes,
+        num_kv_heads=num_kv_heads,
+        topology=topology,
+        name=name,
+        k_scale={layer_id: k for layer_id, (k, _) in known.items()} if has_numbers else None,
+        v_scale={layer_id: v for layer_id, (_, v) in known.items()} if has_numbers else None,
+        rounding=ROUNDINGS.get(backend),
+        tokens=tokens,
+        optional=optional,
     )
 
 

@@ -19,8 +19,8 @@ class Proof(enum.Enum):
 
 
 class Recipe(NamedTuple):
-    """`by` names tests: functions of `test_servers`, `test_windows`, `test_options` and `test_ranks`, builders of pools in
-    `test_pools` and `test_special_pools`, and for what is refused the option or class in `test_recipes`.
+    """`by` names tests: functions of `test_servers`, `test_options` and `test_ranks`, cases of `test_answers` and `test_turns`,
+    builders of pools in `test_pools` and `test_special_pools`, and for what is refused the option or class in `test_recipes`.
     """
 
     models: str
@@ -38,8 +38,11 @@ RECIPES = (
            "replaced under load; retraction", SERVERS, ("test_tp_2_to_1", "test_prefill_is_replaced_under_load",
                                                         "test_decode_is_replaced_under_load")),
     Recipe("Llama 3.1", GQA, "prefill and decode change roles", SERVERS, ("test_roles_are_switched_while_servers_run",)),
-    Recipe("Mistral, Gemma 3", "windows in one pool", "windows that SGLang applies or ignores", SERVERS,
-           ("test_answers_are_those_of_one_server",)),
+    Recipe("Gemma 3", "windows in one pool", "windows that SGLang applies", SERVERS, ("windows in one pool",)),
+    Recipe("Mistral", "windows in one pool", "windows that SGLang ignores; conversations", SERVERS, ("mistral",)),
+    Recipe("gpt-oss", "windows in a pool of their own", "other page sizes", SERVERS, ("windows in a pool of their own",)),
+    Recipe("Qwen3-Next", "GDN and GQA", "TP 2 → 1, other page sizes", SERVERS, ("GDN",)),
+    Recipe("Llama 3.1, Qwen3", GQA, "PP 2 → attention DP 2", SERVERS, ("stages to data-parallel attention",)),
     Recipe("Llama 3.1", GQA, "attention DP; prefill CP; PP 2 → 1; prefill and decode change roles", RANKS,
            ("test_attention_data_parallelism", "test_context_parallelism", "test_two_pipeline_stages_to_one",
             "test_instances_change_roles")),
@@ -58,6 +61,11 @@ RECIPES = (
            POOLS, ("window", "window_draft")),
     Recipe("Inkling, its attention", "windows, MXFP8", "pages of 128 tokens", POOLS, ("mxfp8 with windows",)),
     Recipe("Llama 3.1, Qwen3", "MXFP8", "a draft in MXFP8", POOLS, ("mxfp8", "mxfp8, interleaved scales")),
+    Recipe("Llama 3.1, Qwen3", "FP8", "a draft in bfloat16", POOLS, ("FP8",)),
+    Recipe("DeepSeek-V3, V3.2", "latents in FP8, also packed with scales", "", POOLS,
+           ("latents in FP8", "latents in FP8, packed")),
+    Recipe("dots3", "latents, windows in a pool of their own", "", POOLS, ("latents with windows",)),
+    Recipe("DeepSeek-V3, Kimi K2", "latents in FP4", "MTP", POOLS, ("latents in FP4",)),
     Recipe("MiniMax-M3", "GQA, index keys", "", POOLS, ("minimax",)),
     Recipe("Qwen4-Exp", "GDN, compressed index keys", "MTP", POOLS, ("qsa",)),
     Recipe("Kimi K3, Kimi-Linear", "latents", "decode DCP", REFUSED, ("dcp_size",)),
@@ -65,5 +73,5 @@ RECIPES = (
     Recipe("DeepSeek-V4", "compressed latents", "HiSparse, or without", REFUSED,
            ("--enable-hisparse", "DeepSeekV4TokenToKVPool")),
     Recipe("Llama 3.1", GQA, "decode's pages allocated after prefill", REFUSED, ("prefill_complete",)),
-    Recipe("any with an FP4 cache", "FP4", "", REFUSED, ("MHATokenToKVPoolFP4", "MLATokenToKVPoolFP4")),
+    Recipe("any with heads", "NVFP4, FP4 in blocks of 16", "", REFUSED, ("NVFP4KVCacheMethod", "FP4MXBlock16KVCacheMethod")),
 )  # fmt: skip

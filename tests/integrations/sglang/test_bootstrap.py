@@ -161,26 +161,23 @@ def dripping(num: int) -> Iterator[list[str]]:
 
 def test_a_lookup_ends_in_time_however_slowly_its_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.5)
-    begun_s = time.monotonic()
     with dripping(1) as (where,), pytest.raises(PeerUnreachable, match=f"{where} does not name.*no answer within"):
         answer(BootstrapServers(), where)
-    assert time.monotonic() - begun_s < 5
 
 
 def test_slow_servers_do_not_hold_up_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 5.0)
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 300.0)
     rows: dict[str, object] = {"-1": INSTANCE | {"dp_size": 1}, "0": row("a", 5), "rooms": {"7": 0}}
     with dripping(16) as slow, server(rows) as good:
         servers = BootstrapServers()
         for where in slow:
             servers.ask(where)
-        begun_s = time.monotonic()
         servers.ask(good, is_known=True)
-        while good not in dict(servers.answers()):
-            assert time.monotonic() - begun_s < 4
+        while not (found := dict(servers.answers())):
             time.sleep(0.01)
+        assert list(found) == [good]
         assert ranks(servers, good, [7]) == {"7": 0}
-        assert time.monotonic() - begun_s < 4
+        assert list(servers.answers()) == []
 
 
 def test_only_so_many_unknown_servers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +229,10 @@ def test_ranks_of_rooms(told: object, expected: dict[str, int]) -> None:
         assert ranks(BootstrapServers(), where, [7, 8]) == expected
 
 
-def test_a_slow_answer_for_rooms_holds_up_no_step() -> None:
+def test_a_slow_answer_for_rooms_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 300.0)
     servers = BootstrapServers()
     with dripping(1) as (where,):
-        begun_s = time.monotonic()
         for _ in range(100):
             assert servers.room_ranks(where, [7]) == {}
-        assert time.monotonic() - begun_s < 1
+        assert not servers._asked_ranks[where].done()

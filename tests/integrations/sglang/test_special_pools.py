@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,18 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
-from sglang.srt.mem_cache.memory_pool import MambaPool, MHATokenToKVPoolMXFP8, MiniMaxSparseKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MambaPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolMXFP8,
+    MiniMaxSparseKVPool,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+)
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from disagg import ConfigError, LayoutError, Topology
 from disagg.integrations.sglang.pools import Pools, read_facts
@@ -54,6 +64,51 @@ def mxfp8_windows(tp: int) -> Pools:
     return Pools(kv=pool, config=config(swa_num_key_value_heads=2), window=WINDOW)
 
 
+def fp4_pool(layers: int) -> MLATokenToKVPoolFP4:
+    return MLATokenToKVPoolFP4(size=16 * PAGES, page_size=16, dtype=torch.float4_e2m1fn_x2, kv_lora_rank=64,
+                               qk_rope_head_dim=32, layer_num=layers, device="cpu", enable_memory_saver=False)  # fmt: skip
+
+
+def latents_fp4(tp: int) -> Pools:
+    """DeepSeek-V3 with `--kv-cache-dtype fp4_mx_block16`, and its MTP layer."""
+    return Pools(kv=fp4_pool(2), drafts=drafts(fp4_pool(1), tp), config=config())
+
+
+def fp8(tp: int) -> Pools:
+    """`--kv-cache-dtype fp8_e5m2`, and a draft in bfloat16."""
+    pools = (
+        MHATokenToKVPool(dtype=dtype, layer_num=layers, v_head_dim=DIM // 2, enable_memory_saver=False, **paged(16, tp))
+        for dtype, layers in ((torch.float8_e5m2, 2), (torch.bfloat16, 1))
+    )
+    return Pools(kv=next(pools), drafts=drafts(next(pools), tp), config=config())
+
+
+def latents_fp8(_: int) -> Pools:
+    """DeepSeek-V3 with `--kv-cache-dtype fp8_e4m3`."""
+    pool = MLATokenToKVPool(size=16 * PAGES, page_size=16, dtype=torch.float8_e4m3fn, kv_lora_rank=64, qk_rope_head_dim=32,
+                            layer_num=2, device="cpu", enable_memory_saver=False)  # fmt: skip
+    return Pools(kv=pool, config=config())
+
+
+def latents_packed(_: int) -> Pools:
+    """DeepSeek-V3.2 in FP8: a row has a latent in FP8, its scales in float32, and the rotated part in bfloat16."""
+    with get_parallel().override(attn_dcp_size=1):
+        pool = DSATokenToKVPool(size=64 * PAGES, page_size=64, kv_lora_rank=512, dtype=torch.float8_e4m3fn, qk_rope_head_dim=64,
+                                layer_num=2, device="cpu", index_head_dim=128, enable_memory_saver=False,
+                                kv_cache_dim=512 + 4 * 4 + 2 * 64)  # fmt: skip
+    assert pool.dsa_kv_cache_store_fp8
+    return Pools(kv=pool, config=config())
+
+
+def latents_windows(_: int) -> Pools:
+    """dots3: latents in both halves."""
+    given = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "page_size": 16, "device": "cpu", "enable_memory_saver": False}
+    pool = SWAKVPool(size_swa=16 * PAGES, swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1],
+                     dtype=torch.bfloat16, token_to_kv_pool_class=MLATokenToKVPool, full_kv_pool_kwargs=given,
+                     swa_kv_pool_kwargs=given, **paged(16, 1))  # fmt: skip
+    return Pools(kv=pool, config=config(), window=WINDOW)
+
+
 def minimax(tp: int) -> Pools:
     """MiniMax-M3."""
     pool = MiniMaxSparseKVPool(idx_head_dim=128, dense_layer_ids=[0], sparse_layer_ids=[1, 2], dtype=torch.bfloat16,
@@ -90,6 +145,11 @@ BUILDS = {
     "mxfp8": mxfp8(16),
     "mxfp8, interleaved scales": mxfp8(128),
     "mxfp8 with windows": mxfp8_windows,
+    "FP8": fp8,
+    "latents in FP8": latents_fp8,
+    "latents in FP8, packed": latents_packed,
+    "latents in FP4": latents_fp4,
+    "latents with windows": latents_windows,
     "minimax": minimax,
     "qsa": qsa,
 }
@@ -106,14 +166,19 @@ class Rank(RealMemory):
                         page_size=pools.kv.page_size, num_pages=PAGES + 1, num_slots=SLOTS)  # fmt: skip
 
     def randomize(self, seed: int) -> None:
-        """Random bytes in all of the pools' memory."""
-        random = np.random.default_rng((seed, self.topology.tp_rank))
+        """Random bytes in all of the pools' memory. All ranks have the same latents."""
+        is_alike = isinstance(getattr(self.pools.kv, "full_kv_pool", self.pools.kv), MLATokenToKVPool)
+        random = np.random.default_rng((seed, 0 if is_alike else self.topology.tp_rank))
         args = self.kv_args()
         buffers = list(zip(args.kv_data_ptrs, args.kv_data_lens, strict=True))
         for pointers, lengths in zip(args.state_data_ptrs, args.state_data_lens, strict=True):
             buffers += zip(pointers, lengths, strict=True)
-        for draft in self.facts().drafts:
+        facts = self.facts()
+        for draft in facts.drafts:
             buffers += [(each.pointer, each.nbytes) for each in draft.scale_buffers]
+        for pages in (facts.kv, *(draft.kv for draft in facts.drafts)):
+            if pages is not None and pages.latent_scales is not None:
+                buffers += [(each.pointer, each.nbytes) for each in pages.latent_scales.buffers]
         for pointer, nbytes in buffers:
             ctypes.memmove(pointer, random.bytes(nbytes), nbytes)
 
@@ -143,6 +208,12 @@ class Rank(RealMemory):
         named += [("draft", getattr(self.draft, "full_kv_pool", self.draft), at)] * (self.draft is not None)
         for name, pool, where in named:
             for layer in range(pool.layer_num):
+                if isinstance(pool, MLATokenToKVPoolFP4):
+                    yield f"{name} latent {layer}", pool.get_key_buffer(layer)[where], None
+                    continue
+                if isinstance(pool, MLATokenToKVPool):
+                    yield f"{name} latent {layer}", pool.kv_buffer[layer][where], None
+                    continue
                 yield f"{name} k {layer}", pool.k_buffer[layer][where], 1
                 yield f"{name} v {layer}", pool.v_buffer[layer][where], 1
                 if isinstance(pool, MHATokenToKVPoolMXFP8):
@@ -192,6 +263,17 @@ def test_every_byte_between_real_pools(name: str, tp: tuple[int, int]) -> None:
             assert not torch.equal(before[what][0], right[what][0]), what
             for value in values:
                 assert torch.equal(value, right[what][0]), (what, num_tokens, prefix)
+
+
+def test_latents_in_fp4_are_not_taken_for_others() -> None:
+    """Of a server with another format: the handshake compares the tensors of a component."""
+    other = latents_fp4(1)
+    plain = MLATokenToKVPool(size=16 * PAGES, page_size=16, dtype=torch.uint8, kv_lora_rank=16, qk_rope_head_dim=32,
+                             layer_num=2, device="cpu", enable_memory_saver=False)  # fmt: skip
+    ranks = [Rank(Topology(), each) for each in (Pools(kv=plain, config=config()), replace(other, drafts=None))]
+    at = [request(each, 40, seed=1) for each in ranks]
+    with pytest.raises(LayoutError, match="latent_scale"):
+        copy(ranks[:1], ranks[1:], at[:1], at[1:])
 
 
 def test_other_pages_of_interleaved_scales_are_refused() -> None:

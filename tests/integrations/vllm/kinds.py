@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
@@ -45,9 +46,17 @@ MODEL_DTYPE = torch.bfloat16
 
 
 def gqa(
-    layers: Iterable[int], heads: int, dim: int, *, v_dim: int | None = None, window: int | None = None, dtype: str = "auto"
+    layers: Iterable[int],
+    heads: int,
+    dim: int,
+    *,
+    v_dim: int | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    dtype: str = "auto",
 ) -> list[Layer]:
-    """Full or sliding-window attention, with the Triton backend, which takes every format except NVFP4."""
+    """Full, sliding-window or chunked attention, with the Triton backend, which takes every format except NVFP4."""
+    cls = Attention if chunk is None else ChunkedLocalAttention
 
     def spec(tp: int, block_size: int) -> KVCacheSpec:
         layer = SimpleNamespace(
@@ -56,11 +65,12 @@ def gqa(
             attn_type=AttentionType.DECODER,
             attn_backend=TritonAttentionBackend,
             sliding_window=window,
+            attention_chunk_size=chunk,
             num_kv_heads=max(1, heads // tp),
             head_size=dim,
             head_size_v=dim if v_dim is None else v_dim,
         )
-        found = Attention.get_kv_cache_spec(layer, _config(block_size, dtype))
+        found = cls.get_kv_cache_spec(layer, _config(block_size, dtype))
         return customize_attention_spec(TritonAttentionBackend, found)
 
     cells = _inline_cells if get_kv_quant_mode(dtype).is_per_token_head else _plain_cells

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
 
-from disagg.core.errors import LayoutError
+from disagg.core.errors import ConfigError, LayoutError
 from tests.integrations.vllm.caches import Layer, Server, check_move
 from tests.integrations.vllm.kinds import (
     convolved,
@@ -60,6 +63,13 @@ FORMATS: dict[str, Callable[[], list[Layer]]] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_of_attention_by_head(name: str, sides: str) -> None:
     check(FORMATS[name](), SIDES[sides], **HEADS)
+
+
+def test_a_format_of_a_plug_in_is_refused() -> None:
+    """Its cache may look like one of vLLM's own."""
+    layers = [replace(layer, dtype="someones_fp8") for layer in gqa(range(3), 4, 64, dtype="fp8")]
+    with pytest.raises(ConfigError, match=r"layer 'model.layers.0.self_attn.attn': expected .* formats, found 'someones_fp8'"):
+        Server(layers, model=model("llama", 3))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
@@ -168,6 +178,7 @@ def test_states_are_divided_over_all_ranks_of_a_dcp_group(dcp: tuple[Options, Op
 
 WINDOWS: dict[str, tuple[Callable[[], list[Layer]], dict[str, Any]]] = {
     "gpt-oss": (lambda: [*gqa((1, 3), 4, 64), *gqa((0, 2), 4, 64, window=24)], {"num_key_value_heads": 4}),
+    "Llama 4": (lambda: [*gqa((3,), 4, 64), *gqa((0, 1, 2), 4, 64, chunk=32)], {"num_key_value_heads": 4}),
     "MiMo-V2": (
         lambda: [*gqa((0, 3), 2, 64, v_dim=32), *gqa((1, 2), 4, 64, v_dim=32, window=24)],
         {
@@ -191,13 +202,23 @@ def test_windows_beside_full_attention(name: str, sides: tuple[Options, Options]
     made, fields = WINDOWS[name]
     shape = {"model_type": "gpt_oss", "num_hidden_layers": 4, **fields}
     prefill, decode = (Server(made(), model=shape, layout="BLHNC", num_blocks=96, **options) for options in sides)
-    for num_tokens in (1, 23, 100):
+    for num_tokens in (1, 23, 64, 100):
         check_move(prefill, decode, num_tokens=num_tokens)
 
 
-def test_windows_whose_blocks_are_all_kept() -> None:
+def test_chunks_begin_where_vllm_frees_blocks() -> None:
+    """Decode needs the tokens of a chunk before the next one: none at its beginning, and those that vLLM has not cached."""
+    (group,) = Server(gqa((0,), 4, 64, chunk=32), model=model("llama", 1)).groups
+    for stop in range(1, 100):
+        skipped = ChunkedLocalAttentionManager.get_num_skipped_tokens(SimpleNamespace(attention_chunk_size=32), stop)
+        for start in range(0, stop, 16):
+            assert group.needed(start, stop) == (max(start, skipped), stop)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Llama 4"])
+def test_windows_whose_blocks_are_all_kept(name: str) -> None:
     """VLLM's hybrid KV cache manager is off on prefill. Decode takes the windows, or all tokens."""
-    made, fields = WINDOWS["gpt-oss"]
+    made, fields = WINDOWS[name]
     shape = {"model_type": "gpt_oss", "num_hidden_layers": 4, **fields}
     prefill = Server(made(), model=shape, hybrid=False)
     assert [group.window for group in prefill.groups] == [None]

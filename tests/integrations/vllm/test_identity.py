@@ -51,6 +51,13 @@ def refusals(_: object) -> str:
             ("model revision: ", "'windows=95@0-3' at ", "'windows=47@0-3' at "),
             id="windows",
         ),
+        pytest.param(
+            "llama4",
+            {"override_generation_config": {"attn_temperature_tuning": True}},
+            {"hf_overrides": {"attention_chunk_size": 64}, "block_size": 32},
+            ("model revision: ", "'attention_chunk_size=128", "attn_temperature_tuning=true", "'attention_chunk_size=64"),
+            id="chunks and the temperature of attention",
+        ),
     ],
 )
 def test_a_pair_that_differs_is_refused_by_name(
@@ -90,11 +97,19 @@ def test_files_that_say_the_same_in_other_words(start: Start, model: Callable[[s
     check_equal(expected, found)
 
 
+NEWER = {
+    *("watchdog_config", "simple_cpu_offload_num_blocks", "trtllm_ragged_backend", "indexer_tp_shard_min_rows"),
+    *("minimax_m3_indexer_cp", "xpress_topc", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
+    *("draft_lm_head_quantization", "disable_lookahead_block_hashes"),
+} if vllm.__version_tuple__ < (0, 33) else set()  # fmt: skip
+"""Options in the table that this version of vLLM does not have yet."""
+
+
 @pytest.mark.parametrize("name", VLLM)
 def test_every_option_is_in_the_table(name: str) -> None:
     """A new option of vLLM must get a row: it is compared, refused, or does not matter."""
     listed = Counter(names(VLLM[name]))
     options = {field.name for field in dataclasses.fields(getattr(vllm.config, name))}
     assert options - listed.keys() == set(), "in no row"
-    assert listed.keys() - options == set(), "unknown to vLLM"
+    assert listed.keys() - options <= NEWER, "unknown to vLLM"
     assert max(listed.values()) == 1

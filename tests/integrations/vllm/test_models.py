@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "falcon-h1, PP 2 to 1": ("falcon-h1", {"pipeline_parallel_size": 2}, {"block_size": 128}),
     "gemma3, TP 2 to 1, blocks 64 to 32": ("gemma3", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 32}),
     "falcon-h1, TP 2 to 1, blocks 64 to 128": ("falcon-h1", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 128}),
+    "llama4, TP 1 to 2, blocks 32 to 64": ("llama4", {"block_size": 32}, {"tensor_parallel_size": 2, "block_size": 64}),
     "deepseek-v2, TP 1 to 2": ("deepseek-v2", {}, {"tensor_parallel_size": 2}),
 }
 
