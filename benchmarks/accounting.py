@@ -20,6 +20,7 @@ import time
 import timeit
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,13 @@ from rich.console import Console
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.commands.shell.text import plain_table, show
 from disagg.core.rows import Rows
-from disagg.core.timeline import PHASES
+from disagg.core.timeline import Moments
 from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
 from disagg.requests import Receiver, Sender
-from disagg.runtime.accounting import RequestRecord
-from disagg.runtime.metrics import Ended, Metrics
+from disagg.runtime.accounting import RequestRecord, as_line
+from disagg.runtime.metrics import Metrics
 from disagg.state import paged
 from harness.conditions import conditions
 
@@ -187,9 +188,9 @@ def parts() -> None:
     ):
         best = min(timeit.repeat(call, number=number, repeat=7)) / number
         lines.append((what, f"{best * 1e6:.2f}"))
-    metrics = Metrics(lambda: None, dict)  # type: ignore[arg-type,return-value]
-    ended = Ended(direction="send", peer="decode", cause="", nbytes=1, seconds=0.1)
-    times = dict.fromkeys(("total_s", *(f"{phase}_s" for phase in PHASES[:-1])), 0.25)
+    metrics = Metrics()
+    count = partial(metrics.count, direction="send", peer="decode", cause="", nbytes=1, seconds=0.1)
+    timeline = Moments().timeline()
     texts = {
         "rank": "a/0",
         "request_id": "00" * 16,
@@ -202,10 +203,10 @@ def parts() -> None:
     }
 
     def record() -> RequestRecord:
-        return RequestRecord(attempt=0, nbytes=1, pieces=2, error="", **texts, **times)  # type: ignore[arg-type]
+        return RequestRecord(attempt=0, nbytes=1, pieces=2, timeline=timeline, error="", **texts)
 
     made = record()
-    for what, run in (("count", lambda: metrics.count(ended)), ("record", record), ("line", lambda: str(made))):
+    for what, run in (("count", count), ("record", record), ("line", lambda: as_line(made.values))):
         best = min(timeit.repeat(run, number=20_000, repeat=7)) / 20_000
         lines.append((what, f"{best * 1e6:.2f}"))
     show(plain_table(("step", "us"), lines, right=("us",)), Console())

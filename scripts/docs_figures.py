@@ -127,16 +127,32 @@ def vllm_deaths() -> Iterator[str]:
 
 
 def sglang_rows() -> Iterator[str]:
-    """SGLang's servers between two GPUs."""
-    found = _read("sglang-2xh200.json")
-    yield "| prompt tokens | TP | undivided | disagg, `nvlink` | SGLang's `nixl` | requests/s: disagg | SGLang's `nixl` |"
+    """First tokens of SGLang's servers between two GPUs."""
+    yield "| prompt tokens | TP | undivided | disagg, `nvlink` | SGLang's `nixl` |"
+    yield "|---|---|---|---|---|"
+    for row in _sglang("rows"):
+        columns = ("floor_ms", "disagg_ms", "nixl_ms")
+        times = " | ".join("{:,.1f} ms ({:,.1f} to {:,.1f})".format(row[name], *row["ranges"][name]) for name in columns)
+        yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {times} |"
+
+
+def sglang_load() -> Iterator[str]:
+    """SGLang's servers under load, between two GPUs."""
+    ways = {"disagg": "disagg, `nvlink`", "nixl": "SGLang's `nixl`", "undivided": "two undivided servers, TP 1"}
+    yield "| clients | TP | | requests/s | first token, p50 | gap, p99 | longest gap |"
     yield "|---|---|---|---|---|---|---|"
-    loads = {row["tp"]: row for row in found["load"]}
-    for row in found["rows"]:
-        times = " | ".join(f"{row[name]:,.1f} ms" for name in ("floor_ms", "disagg_ms", "nixl_ms"))
-        load = loads.pop(row["tp"], None)
-        rates = " | ".join(f"{load[name]:.1f}" if load else "" for name in ("disagg_rps", "nixl_rps"))
-        yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {times} | {rates} |"
+    for row in _sglang("load"):
+        for way, title in ways.items():
+            rates = "{:.1f} ({:.1f} to {:.1f})".format(row[f"{way}_rps"], *row[f"{way}_rps_range"])
+            first = "{:.0f} ms ({:.0f} to {:.0f})".format(row[f"{way}_first_p50_ms"], *row[f"{way}_first_p50_ms_range"])
+            gaps = f"{row[f'{way}_gap_p99_ms']:.0f} ms | {row[f'{way}_max_gap_ms']:.0f} ms"
+            yield f"| {row['concurrency']} | {_arrow(row['tp'])} | {title} | {rates} | {first} | {gaps} |"
+
+
+def _sglang(part: str) -> Iterator[Any]:
+    """What was measured of both backends: at TP 1 in the first run, at TP 2 in the second one."""
+    for name in ("sglang-2xh200.json", "sglang-2xh200-tp2.json"):
+        yield from (row for row in _read(name)[part] if {"nixl_ms", "nixl_rps"} & row.keys())
 
 
 def _read(name: str) -> Any:

@@ -40,6 +40,7 @@ from disagg.settings import Setting, is_list, is_table, names_of, settings  # no
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
 from scripts.docs_figures import (  # noqa: E402
+    sglang_load,
     sglang_rows,
     vllm_bullets,
     vllm_deaths,
@@ -360,7 +361,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
         manager_settings, rank_settings, integration_settings, shaping_rows, limits,
         connection_states, receive_states, writer_states, send_states, messages,
         bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
-        command_line, sglang_recipes, sglang_rows, vllm_bullets, vllm_deaths,
+        command_line, sglang_recipes, sglang_load, sglang_rows, vllm_bullets, vllm_deaths,
         vllm_first_tokens, vllm_loads, vllm_recipes, vllm_steps,
     )
 }  # fmt: skip

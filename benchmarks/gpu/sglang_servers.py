@@ -1,6 +1,6 @@
 """SGLang 0.5.16 servers with this library as transfer backend beside SGLang's own NIXL backend, on two GPUs::
 
-    python -m benchmarks.gpu.sglang_servers --gpus 2 --limit-s 450 --json docs/benchmarks/sglang-2xh200.json
+    python -m benchmarks.gpu.sglang_servers --gpus 2 --staging --limit-s 450 --json docs/benchmarks/sglang-2xh200.json
 
 Prefill and decode are servers of their own: prefill on the first GPU, with TP 2 on both, and decode on the second one, with
 CUDA graphs. The model has random weights, and the KV of a Llama with 8 billion parameters: 128 KiB per token. `disagg` is this
@@ -52,6 +52,10 @@ GPU_ENVIRONMENT = {
 CPU_ENVIRONMENT = {"TRITON_INTERPRET": "1"}  # a Triton kernel chooses pages
 MAX_TOKENS = 90112
 """KV of a server on a GPU: 12 GB, for 32 requests of 2,112 tokens and those that wait for a place."""
+STAGING_MIB = "1024"
+"""Of each of SGLang's buffers on prefill. A chunk of a TP-2 rank has 512 MiB. With the default of 64 MiB it was not staged, and
+requests of 6,017 tokens and more were not answered.
+"""
 GPU_OPTIONS = (
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--max-total-tokens", str(MAX_TOKENS), "--max-running-requests", "64", "--mem-fraction-static", "0.9"),
@@ -106,7 +110,7 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
     """Start a server."""
     port, nccl_port, bootstrap_port = free_ports(3)
     options = ["--page-size", str(PAGE_SIZE), "--disable-radix-cache", "--tp", str(one.tp), "--nccl-port", str(nccl_port)]
-    environ = {"SGLANG_DISAGG_STAGING_BUFFER": "1"} if one.staging else {}
+    environ = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": STAGING_MIB} if one.staging else {}
     if one.mode != "null":
         options += ["--disaggregation-mode", one.mode, "--disaggregation-transfer-backend", one.backend]
         options += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
@@ -176,7 +180,7 @@ def main() -> None:
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
         servers = wanted(backends, sizes, engine, staging=given.staging)
         starts = {one.name: partial(start, one, model, given.gpus) for one in servers}
-        with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
+        with running(starts, plan.problems, patience_s=given.start_s, logs=given.logs) as ready:
             usable = warm_up(list(pairs_of(ready, backends, sizes)), plan)
             print(f"{len(usable)} pairs have answered after {plan.elapsed_s():.0f} s", flush=True)
             alone = next((pair for pair in usable if pair.prefill is None), None)

@@ -248,7 +248,7 @@ def main() -> None:
             for one in chosen
             if not any(one.name.startswith(name) for name in given.without)
         }
-        with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
+        with running(starts, plan.problems, patience_s=given.start_s, logs=given.logs) as ready:
             for tp in sizes:
                 prefill, decode = ready.get(f"{backend} prefill {tp}"), ready.get(f"{backend} decode")
                 if prefill is not None and decode is not None:

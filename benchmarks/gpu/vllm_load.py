@@ -109,10 +109,18 @@ async def _ask(
     return reply
 
 
-async def read_stream(answer: aiohttp.ClientResponse, reply: Reply, max_tokens: int) -> None:
-    """Note the tokens of a stream, and when each came. Raises `RuntimeError` for another number of tokens."""
+async def read_stream(
+    answer: aiohttp.ClientResponse, reply: Reply, max_tokens: int, *, on_event: Callable[[], None] = lambda: None
+) -> None:
+    """Note the tokens of a stream, and when each came. Calls `on_event` at each event. Raises `RuntimeError` for another number
+    of tokens.
+    """
     answer.raise_for_status()
-    lines = [(time.monotonic() - reply.begun_s, line) async for line in answer.content]
+    lines = []
+    async for line in answer.content:
+        lines.append((time.monotonic() - reply.begun_s, line))
+        if line.startswith(b"data: {"):
+            on_event()
     for at_s, line in lines:
         tokens = tokens_of(json.loads(line[6:])) if line.startswith(b"data: {") else []
         if tokens:

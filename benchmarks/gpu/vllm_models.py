@@ -283,7 +283,7 @@ def main() -> None:
             for one in wanted(model, prefills, blocks, chunk=chunk, gpus=given.gpus):
                 starts[one.name] = partial(start, one, path, given.gpus)
         print(f"the models are written after {plan.elapsed_s():.0f} s", flush=True)
-        with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
+        with running(starts, plan.problems, patience_s=given.start_s, logs=given.logs) as ready:
             found = [fleet_of(model, ready, plan, chunk=chunk, num_chunks=num_chunks) for model in given.models]
             for part in measure([fleet for fleet in found if fleet is not None]):
                 table.update(part)

@@ -53,7 +53,7 @@ def _add_names() -> None:
     KVCacheGroupSpec.enable_kv_transfer, KVCacheGroupSpec.host_resident = True, False
     KVCacheSpec.tokens_per_state = property(lambda spec: int(_is_plain(spec)))
     KVCacheSpec.state_content_bytes = KVCacheSpec.num_head_slots = None
-    VllmConfig.diffusion_config = None
+    VllmConfig.diffusion_config = VllmConfig.watermark_config = None
 
 
 if IS_OLDER:
@@ -90,7 +90,8 @@ class Report(WorkerReport):
     failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
-        return Report(super().aggregate(other).leases, self.failed | other.failed)
+        both = super().aggregate(other)
+        return Report(both.leases, both.ended, self.failed | other.failed)
 
 
 class Requests:
@@ -152,11 +153,13 @@ class OlderConnector(connector.DisaggConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        if self.scheduler.is_loading(request.request_id):
+        is_loading = self.scheduler.is_loading(request.request_id)
+        found = super().request_finished_all_groups(request, block_ids)
+        if is_loading:
             self._ended.add(request.request_id)
         else:
             self._requests.remove(request.request_id)
-        return super().request_finished_all_groups(request, block_ids)
+        return found
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
@@ -196,7 +199,7 @@ class OlderConnector(connector.DisaggConnector):
     def build_connector_worker_meta(self) -> Report | None:
         report, failed = self.worker.report() or WorkerReport(), self._failed
         self._failed = set()
-        return Report(report.leases, failed) if report.leases or failed else None
+        return Report(report.leases, report.ended, failed) if report.leases or report.ended or failed else None
 
 
 if IS_OLDER:

@@ -57,7 +57,7 @@ LARGE, SMALL = 9_000_000_000, 3_200_000_000
 @dataclass(frozen=True)
 class Wanted:
     """A server to start. `place` is 0 for prefill, 1 for decode. `nbytes` is its KV on each GPU, `chunk` the most tokens of a
-    step, and `clients` the most requests at once.
+    step, and `clients` the most requests at once. `is_cached`: it has a prefix cache.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Wanted:
     chunk: int
     tp: int = 1
     clients: int = 32
+    is_cached: bool = False
 
 
 def wanted(
@@ -110,7 +111,8 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
     else:
         environ = {**ENVIRONMENT, **own, "VLLM_LOGGING_LEVEL": "INFO"}
         size = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "512"]
-    caching = "--enable-prefix-caching" if one.connector == "undivided" else "--no-enable-prefix-caching"
+    is_cached = one.is_cached or one.connector == "undivided"
+    caching = "--enable-prefix-caching" if is_cached else "--no-enable-prefix-caching"
     command = [
         sys.executable,
         "-m",
@@ -141,12 +143,13 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
 
 @contextlib.contextmanager
 def running(
-    servers: Mapping[str, Callable[[], Server]], plan: Plan, *, patience_s: float, logs: Path | None
+    servers: Mapping[str, Callable[[], Server]], problems: list[str], *, patience_s: float, logs: Path | None
 ) -> Iterator[dict[str, Server]]:
     """Start servers. Yields those that are ready, by name.
 
-    `plan.problems` gets those that did not start. `logs` gets the ends of all logs.
+    `problems` gets those that did not start. `logs` gets the ends of all logs.
     """
+    begun_s = time.monotonic()
     with ExitStack() as stack:
         started = {}
         for name, begin in servers.items():
@@ -157,9 +160,9 @@ def running(
             try:
                 ready[name] = server.wait_ready(timeout_s=max(1.0, until - time.monotonic()))
             except RuntimeError:
-                plan.problems.append(f"{name}: did not start")
+                problems.append(f"{name}: did not start")
                 print(f"--- {name} did not start; the end of its log:\n{server.log()}\n---", flush=True)
-        print(f"{len(ready)} of {len(started)} servers are ready after {plan.elapsed_s():.0f} s", flush=True)
+        print(f"{len(ready)} of {len(started)} servers are ready after {time.monotonic() - begun_s:.0f} s", flush=True)
         yield ready
 
 
@@ -217,7 +220,7 @@ def main() -> None:
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
         servers = wanted(connectors, plan.block, 20480 if given.gpus else 1536, sizes, given.decode_tp, given.clients)
         starts = {one.name: partial(start, one, model, given.gpus) for one in servers}
-        with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
+        with running(starts, plan.problems, patience_s=given.start_s, logs=given.logs) as ready:
             for part in measure_all(list(pairs_of(ready, connectors, plan.block, sizes, given.decode_tp)), plan):
                 table.update(part)
                 given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")

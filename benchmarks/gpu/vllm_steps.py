@@ -150,7 +150,7 @@ def main() -> None:
             Wanted("none 0", "none", 0, plan.block, LARGE, chunk),
         ]
         starts = {one.name: partial(start, one, model, given.gpus) for one in chosen}
-        with running(starts, plan, patience_s=given.start_s, logs=None) as ready:
+        with running(starts, plan.problems, patience_s=given.start_s, logs=None) as ready:
             asked = list(ask_all(Ways(ready, backend, 1, max_tokens=4), plan))
         noted = moments(folder)
     table["rows"] = [row(length, [each[1:] for each in asked if each[0] == length], noted) for length in plan.lengths]
