@@ -134,7 +134,7 @@ if is_done packages "$packages"; then
 else
   info "installing build tools"
   quietly "${pip[@]}" "${build_requirements[@]}"
-  info "installing packages and building the extension module (takes minutes the first time)"
+  info "installing packages and building the extension module (takes 2 to 12 minutes the first time)"
   quietly "${pip[@]}" --no-build-isolation --editable ".[$extras]"
 fi
 "$python" -c 'import disagg.core._native' || fail "the extension module cannot be imported"

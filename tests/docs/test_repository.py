@@ -1,4 +1,4 @@
-"""The workflows call make targets that exist, and every file names the same version."""
+"""The workflows call make targets that exist, every file names the same version, and two builds do not share a folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scikit_build_core.settings.skbuild_read_settings import SettingsReader
 
 import disagg
 
@@ -47,3 +48,10 @@ def test_one_version_is_named_everywhere() -> None:
     assert first is not None
     assert version == disagg.__version__ == first[1]
     assert f"disagg:{version}" in (ROOT / "deploy/kubernetes.yaml").read_text()
+
+
+def test_a_build_in_place_and_a_wheel_have_separate_folders() -> None:
+    """`pip install .` may run beside `make demo`, which builds in place first."""
+    file = ROOT / "pyproject.toml"
+    assert SettingsReader.from_file(file, state="editable").settings.build_dir == "build/editable/{wheel_tag}"
+    assert SettingsReader.from_file(file, state="wheel").settings.build_dir == "build/{wheel_tag}"

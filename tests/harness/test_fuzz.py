@@ -212,7 +212,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
         rejected_before = num_rejected_hellos(manager)  # the peer may have said hello before it was configured
         manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
-        captured = encode(decode_ranks[0].manager._runtime.handshake.hello(0, 0, 0))
+        captured = encode(decode_ranks[0].manager._runtime.handshake.hello(0, 0, 0, leader=None))
 
         def curve(pair: KeyPair) -> dict[str, bytes]:
             return {
