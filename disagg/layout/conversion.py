@@ -7,13 +7,15 @@ precision. Formats of 16 and 32 bits have scale 1, and always get the nearest nu
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import msgspec
 
 from disagg.core.errors import LayoutError
 from disagg.core.formats import FLOATS, QUANTIZED, ROUNDINGS
+
+SMALLEST, LARGEST = 2.0**-149, 2.0**128 - 2.0**104
+"""The positive numbers of single precision lie between them."""
 
 
 class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,8 +28,8 @@ class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for scale in self.scales:
-            if not (0 < scale < math.inf):
-                raise LayoutError(f"scales: expected positive numbers, found {scale}")
+            if not SMALLEST <= scale <= LARGEST:
+                raise LayoutError(f"scales: expected positive numbers of single precision, found {scale}")
         if self.rounding not in (None, *ROUNDINGS):
             raise LayoutError(f"rounding: expected one of {', '.join(ROUNDINGS)}, found {self.rounding!r}")
 

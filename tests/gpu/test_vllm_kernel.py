@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.testing.reference_numbers import FORMATS, convert, same
+from disagg.testing.reference_numbers import FORMATS, Stored, convert, same
 
 pytestmark = pytest.mark.gpu
 
@@ -41,5 +41,5 @@ def test_every_number_is_stored_as_by_the_reference(source: str, destination: st
         torch.ops._C_cache_ops.reshape_and_cache_flash(number, number.flip(0), k, v, slots, kind, at, at)
         wanted = convert(stored, source, destination, scale=scale, rounding="nearest").reshape(NUM_TOKENS, HEADS, DIM)
         for found, expected in ((k, wanted), (v, wanted[::-1])):
-            bits = found.cpu().numpy().reshape(NUM_TOKENS, HEADS, DIM)
-            assert np.all(same(bits, np.ascontiguousarray(expected), destination)), f"{source} to {destination}, scale {scale}"
+            bits: Stored = found.cpu().numpy().reshape(NUM_TOKENS, HEADS, DIM)
+            assert same(bits, expected, destination), f"{source} to {destination}, scale {scale}"

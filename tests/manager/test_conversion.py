@@ -290,8 +290,10 @@ def test_converted_state_cannot_be_verified() -> None:
 WRONG = {
     "a scale for integers": ("int8", 1.0, r"expected a dtype among float32, .* for scales, found int8"),
     "a scale of floats": (BF16, 0.5, r"expected scale 1 for bfloat16, found 0\.5"),
-    "zero": (E4M3, 0.0, r"scales: expected positive numbers, found 0\.0"),
-    "no number": (E4M3, float("nan"), "scales: expected positive numbers, found nan"),
+    "zero": (E4M3, 0.0, r"scales: expected positive numbers of single precision, found 0\.0"),
+    "no number": (E4M3, float("nan"), "scales: expected positive numbers of single precision, found nan"),
+    "too large": (E4M3, 1e39, r"scales: expected positive numbers of single precision, found 1e\+39"),
+    "too small": (E4M3, 1e-46, "scales: expected positive numbers of single precision, found 1e-46"),
     "a layer without one": (E4M3, {0: 1.0, 2: 1.0}, "expected a scale for layer 1, found none"),
 }
 

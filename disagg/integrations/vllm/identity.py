@@ -149,9 +149,17 @@ def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
     attention = attention_layer(config, layer)
     if str(attention.kv_cache_dtype) in PLAIN:
         return 1.0, 1.0
-    k, v = attention._k_scale.reshape(-1).tolist(), attention._v_scale.reshape(-1).tolist()
     is_known = str(fp8_format(config, layer)).removeprefix("torch.") in QUANTIZED
-    return (k[0], v[0]) if is_known and len(k) == len(v) == 1 else None
+    if not is_known or _has_scales_by_head(attention):
+        return None
+    return attention._k_scale.item(), attention._v_scale.item()
+
+
+def _has_scales_by_head(attention: Any) -> bool:
+    """Whether each KV head of a layer has scales of its own, by its checkpoint. A rank may have a single head."""
+    method = getattr(attention, "quant_method", None)
+    scheme = getattr(method and method.quant_config, "kv_cache_scheme", None) or {}
+    return bool(scheme.get("strategy") == "attn_head")
 
 
 def attention_layer(config: VllmConfig, layer: str) -> Any:
@@ -179,7 +187,7 @@ def _kv_scales(
     target's `tensor_scales` are in the layouts.
     """
     own: dict[int, tuple[list[float], ...]] = {}
-    heads: dict[int, int] = {}
+    heads: dict[int, int] = {}  # of this rank, for layers with scales by head
     for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
             if kind not in (*BY_HEAD, Kind.LATENT):
@@ -190,11 +198,12 @@ def _kv_scales(
                 if has_scales(group.specs[name]) and is_quantized and not is_in_layout:
                     attention = attention_layer(config, name)
                     own[layer] = tuple(each.reshape(-1).tolist() for each in (attention._k_scale, attention._v_scale))
-                    heads[layer] = group.specs[name].num_kv_heads
+                    if _has_scales_by_head(attention):
+                        heads[layer] = group.specs[name].num_kv_heads
     ranks = from_tp(own)
     found = {}
     for layer, (k, v) in own.items():
-        if len(k) == 1:
+        if layer not in heads:
             found[layer] = (*k, *v)
         else:  # ranks next to each other may have the same heads
             chosen = ranks[:: max(1, heads[layer] * len(ranks) // num_kv_heads)]

@@ -19,6 +19,7 @@ import torch
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from disagg.core.errors import ConfigError
@@ -56,9 +57,10 @@ Describe = Callable[[], ModelSpec]
 """Returns the model that a `config.json` describes, or raises `ConfigError`."""
 
 NULL_BLOCK = 0
-ROUNDINGS = {"CPU_ATTN": "toward_zero", "FLASH_ATTN": "nearest", "FLASHINFER": "nearest"}
-"""How a backend's own kernel makes numbers of FP8. Into those of another one nobody converts."""
 """The block id that vLLM puts where a request has no block."""
+
+ROUNDINGS = {"CPU_ATTN": "toward_zero", "FLASH_ATTN": "nearest", "FLASHINFER": "nearest"}
+"""How a backend's own kernel makes numbers of FP8, on CPUs and with CUDA. Into those of another one nobody converts."""
 
 
 SHARED = {Kind.LATENT: "latent", Kind.INDEX: "key", Kind.COMPRESSOR: "state", Kind.INDEX_COMPRESSOR: "state"}
@@ -272,7 +274,8 @@ def _attention(
         name=name,
         k_scale={layer_id: k for layer_id, (k, _) in known.items()} if has_numbers else None,
         v_scale={layer_id: v for layer_id, (_, v) in known.items()} if has_numbers else None,
-        rounding=ROUNDINGS.get(backend),
+        # Other platforms have backends of the same names, with other kernels.
+        rounding=ROUNDINGS.get(backend) if current_platform.is_cpu() or current_platform.is_cuda() else None,
         tokens=tokens,
         optional=optional,
     )

@@ -245,6 +245,8 @@ def _config(server: Server) -> Any:
     layers = {
         layer.name: SimpleNamespace(
             kv_cache_dtype=layer.dtype,
+            _k_scale=torch.tensor(1.0),
+            _v_scale=torch.tensor(1.0),
             get_attn_backend=lambda layer=layer: SimpleNamespace(get_name=lambda: layer.backend),
             impl=layer.impl and layer.impl(),
         )

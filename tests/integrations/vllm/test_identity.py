@@ -7,14 +7,19 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm.config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from disagg.integrations.shaping import VLLM, names
+from disagg.integrations.vllm.identity import _kv_scales, attention_layer, tensor_scales
+from tests.integrations.vllm.caches import Server
 from tests.integrations.vllm.conftest import Start
+from tests.integrations.vllm.kinds import gqa
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts
 
 LENGTHS = (33, 64, 65, 200)
@@ -34,7 +39,7 @@ def refusals(_: object) -> str:
             "llama",
             {"kv_cache_dtype": "fp8_e5m2"},
             {"kv_cache_dtype": "fp8_e4m3"},
-            ("tensor 'k': dtype: ", "float8_e4m3fn", "float8_e5m2"),
+            ("tensor 'k': ", "float8_e4m3fn", "float8_e5m2", "numbers would be quantized twice"),
             id="two formats of FP8",
         ),
         pytest.param(
@@ -95,6 +100,30 @@ def test_files_that_say_the_same_in_other_words(start: Start, model: Callable[[s
     found = hand_over(prefill, decode, asked, max_tokens=8)
     assert num_external(found) == [length - 1 for length in LENGTHS]
     check_equal(expected, found)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_scales_of_each_head_are_compared_by_the_heads_of_the_model(tp: int) -> None:
+    """Whatever heads a rank has, also if that is one. Nobody converts with such scales."""
+    layers, num_heads = gqa(range(2), 4, 64, dtype="fp8"), 4
+    scales = torch.tensor([0.5, 0.25, 2.0, 4.0])
+    server = Server(layers, model={"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": num_heads}, tp=tp)
+    by_head = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"}))
+    owns: list[Any] = []
+
+    def note(own: Any) -> list[Any]:
+        owns.append(own)
+        return [own] * tp
+
+    for number, rank in enumerate(server.ranks):
+        own = scales[number * num_heads // tp :][: max(1, num_heads // tp)]
+        for name in server.layers:
+            attention = attention_layer(rank.config, name)
+            attention.quant_method, attention._k_scale, attention._v_scale = by_head, own, 8 * own
+            assert tensor_scales(rank.config, name) is None
+        _kv_scales(rank.config, server.groups, 2, num_heads, note)
+    found = _kv_scales(server.ranks[0].config, server.groups, 2, num_heads, lambda _: owns)
+    assert found == dict.fromkeys(range(2), (0.5, 0.25, 2.0, 4.0, 4.0, 2.0, 16.0, 32.0))
 
 
 NEWER = {
