@@ -107,7 +107,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
             name=name,
             hooks=options.forward_hooks,
             from_stages=gather,
-            scales={} if has_numbers(pools.kv) else scales,
+            scales={} if has_numbers(pools.kv, scales) else scales,
         ),
         read_facts=lambda topology: read_facts(pools, topology),
         gather=gather,

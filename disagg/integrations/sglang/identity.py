@@ -73,8 +73,10 @@ def windows(model: Any) -> dict[int, int]:
 
 
 def kv_scales(runner: Any) -> dict[int, tuple[float, float]]:
-    """The scales of K and V of each layer of `runner`, if they are in FP8. SGLang's default is 1."""
-    if not str(runner.kv_cache_dtype).startswith("torch.float8"):
+    """The scales by which SGLang divides K and V of each layer of `runner`, 1 by default. It does so if the cache has another
+    dtype than the model.
+    """
+    if runner.kv_cache_dtype == runner.dtype:
         return {}
     return {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in _attention(runner.model)}
 

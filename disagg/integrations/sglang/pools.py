@@ -55,7 +55,8 @@ class Drafts:
 class Pools:
     """What SGLang's scheduler has: pools, configurations of the model and of its recurrent layers, and the window in tokens.
 
-    `kv_scales` are those of K and V of each layer, in FP8. `windows`, `by_layer` and `reuses_pages` are those of `Facts`.
+    `kv_scales` are those of K and V of each layer, if SGLang divides by them. `windows`, `by_layer` and
+    `reuses_pages` are those of `Facts`.
     """
 
     kv: Any
@@ -95,21 +96,28 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
     return Facts(topology=topology, **found)
 
 
-def has_numbers(pool: Any) -> bool:
-    """Whether the scales of a server's K and V are in its layouts: `pool` is that of its scheduler."""
+def has_numbers(pool: Any, scales: Mapping[int, tuple[float, float]]) -> bool:
+    """Whether the scales of a server's K and V are in its layouts: `pool` is that of its scheduler. Floats are not that SGLang
+    has divided by scales.
+    """
     found = getattr(pool, "main_pool", getattr(pool, "full_kv_pool", pool))
-    return _name(found) in HEADS and _dtype(found.dtype) in FLOATS + QUANTIZED and _name(found) != MXFP8
+    if _name(found) not in HEADS or _name(found) == MXFP8:
+        return False
+    return _dtype(found.dtype) in QUANTIZED or (_dtype(found.dtype) in FLOATS and _are_one(scales))
+
+
+def _are_one(scales: Mapping[int, tuple[float, float]]) -> bool:
+    return all(scale == 1.0 for pair in scales.values() for scale in pair)
 
 
 def _with_scales(facts: PageFacts | None, scales: Mapping[int, tuple[float, float]], pool: Any) -> PageFacts | None:
     """With the scales of K and V, if a peer may hold them in another dtype. SGLang divides by a scale in the model's dtype, and
     rounds once more then: without scales it is torch's own cast.
     """
-    if facts is None or not has_numbers(pool):
+    if facts is None or not has_numbers(pool, scales):
         return facts
     found = {layer: scales.get(layer, (1.0, 1.0)) for layer in facts.layers}
-    is_one = all(scale == 1.0 for pair in found.values() for scale in pair)
-    return replace(facts, kv_scales=found, rounding=_rounding(pool.dtype, pool.device) if is_one else None)
+    return replace(facts, kv_scales=found, rounding=_rounding(pool.dtype, pool.device) if _are_one(found) else None)
 
 
 def _rounding(dtype: Any, device: Any) -> str:

@@ -160,6 +160,25 @@ def test_what_sglang_would_round_twice_is_refused(dtype: torch.dtype) -> None:
             prefill.managers[0].wait_ready("decode", timeout_s=2.0)
 
 
+def test_floats_that_sglang_has_divided_by_scales_are_not_converted() -> None:
+    """It does so where the cache has another dtype than the model. Scales of a checkpoint are compared by name then."""
+    halves: Scales = dict.fromkeys(range(LAYERS), (0.5, 0.25))
+    with ExitStack() as stack:
+        prefill, _ = meet(stack, (BF16, 1, 16, halves), (E4M3, 1, 16, NO_SCALES))
+        with pytest.raises(PeerUnreachable, match="tensor 'k': dtype: "):
+            prefill.managers[0].wait_ready("decode", timeout_s=2.0)
+    with ExitStack() as stack:
+        prefill, _ = meet(stack, (BF16, 1, 16, halves), (BF16, 1, 16, halves))
+        prefill.managers[0].wait_ready("decode", timeout_s=DEADLINE_S)
+
+
+def test_two_formats_of_8_bits_are_refused() -> None:
+    with ExitStack() as stack:
+        prefill, _ = meet(stack, (E5M2, 1, 16, NO_SCALES), (E4M3, 1, 16, NO_SCALES))
+        with pytest.raises(PeerUnreachable, match="numbers would be quantized twice"):
+            prefill.managers[0].wait_ready("decode", timeout_s=2.0)
+
+
 def test_drafts_and_latents_are_not_converted() -> None:
     """A handshake compares their dtypes."""
     draft = SimpleNamespace(pools=(pool(BF16),), config=config(HEADS), tp=1, window=None)

@@ -64,7 +64,7 @@ def identity(
     for layer in model:
         for key, scale in scales.items():
             setattr(layer, key, scale)
-    runner = SimpleNamespace(model=model, kv_cache_dtype=dtype)
+    runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=dtype)
     return identify(source, runner, name=name, hooks=None, from_stages=stages, scales=kv_scales(runner))
 
 
@@ -84,10 +84,11 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
     assert identity(read_source(config(tmp_path / "model.gguf"), None, name=None)) == found
 
 
-def test_scales_count_in_fp8_only(tmp_path: Path) -> None:
+def test_scales_count_where_sglang_divides_by_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
     source = read_source(config(tmp_path), None, name=None)
     assert identity(source, k_scale_float=0.5) == identity(source)
+    assert identity(source, dtype=torch.bfloat16) != identity(source, dtype=torch.bfloat16, k_scale_float=0.5)
     fp8 = torch.float8_e4m3fn
     assert "kv_scales=1" in identity(source, dtype=fp8).revision.split()
     assert identity(source, dtype=fp8) == identity(source, dtype=fp8, k_scale_float=1.0, v_scale_float=1.0)
