@@ -82,6 +82,12 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         first = _native.num_copies(self.spans, [runs[:count] for runs in self.runs], self.layers)
         return first >= count or self.num_copies() >= count
 
+    def at_destination(self) -> tuple[int, int]:
+        """The bytes at the destination, and the runs that they are in there, whatever the source's order or format."""
+        stream = Stream(source=False)
+        self.append_to(stream)
+        return stream.total, stream.num_pieces
+
     def append_to(self, stream: _native.Stream) -> None:
         """Append the bytes of the copies, in order, to a stream of either side."""
         stream.append(self.spans, self.runs, self.layers)

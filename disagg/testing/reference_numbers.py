@@ -103,6 +103,13 @@ def convert(stored: Stored, source: str, destination: str, *, scale: float, roun
         return FORMATS[destination].store(numbers.astype(np.float64), rounding=rounding if quantizes else "unbounded")
 
 
+def moderate(stored: Stored, dtype: str) -> Stored:
+    """Numbers from 1/8 to 2 with the signs, fractions and last two exponent bits of the given ones, which every format has."""
+    form, kind = FORMATS[dtype], stored.dtype.type
+    exponents = form.bits - 1 - form.mantissa
+    return stored & ~kind(1 << (form.bits - 2)) | kind((2 ** (exponents - 3) - 1) << (form.mantissa + 2))
+
+
 def same(found: Stored, expected: Stored, destination: str) -> bool:
     """Whether both store the same numbers, with the same bits; any NaN is as good as another."""
     form = FORMATS[destination]

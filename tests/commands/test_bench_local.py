@@ -88,6 +88,21 @@ def test_an_injected_fault_is_detected(model: str, fault: Fault) -> None:
     assert "expected 0x" in row.problem
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("tp=2,kv=bfloat16", "page=64,kv=float8_e4m3fn"),
+        ("kv=float32", "tp=2,layout=hnd,kv=float8_e5m2"),
+        ("tp=2,kv=float8_e4m3fn", "kv=float16"),
+        ("kv=bfloat16", "page=64,kv=bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("fault", [None, Fault.BYTE])
+def test_kv_in_another_dtype_is_compared_with_what_it_is_converted_to(prefill: str, decode: str, fault: Fault | None) -> None:
+    row = moved("tiny", prefill, decode, pack_below=4096, fault=fault)
+    assert row.verified is (fault is None), row.problem
+
+
 def test_a_rank_that_does_not_end_costs_no_results(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(rank: RankThread, *, until: float) -> None:
         del until

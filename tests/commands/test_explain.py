@@ -116,6 +116,8 @@ def test_bytes_and_runs_match_plans_bound_on_real_memory(model: str) -> None:
         ("local", "tiny", "tp=1,page=64", "tp=2,page=4,layout=hnd", {"prefix_hit": 40, "pack_below": 65536}),
         ("nixl", "qwen3-next-80b", "tp=2", "tp=1,page=64", {"num_layers": 4, "tokens": 300, "pack_below": 65536}),
         ("mooncake", "tiny", "tp=1", "tp=2", {"pack_below": 0}),
+        ("local", "tiny", "tp=2,kv=bfloat16", "page=64,kv=float8_e4m3fn", {"pack_below": 4096}),
+        ("local", "deepseek-v3.2", "kv=float8_e5m2", "tp=2,page=64,kv=float16", {"num_layers": 2, "pack_below": 4096}),
     ],
 )
 def test_bytes_runs_and_descriptors_match_a_run(
@@ -176,6 +178,16 @@ def test_auto_is_cma_on_one_host_and_a_network_engine_otherwise() -> None:
 def test_an_engine_with_a_fixed_transport_ignores_the_requested_one() -> None:
     engine = engine_of("nvlink", "auto")
     assert (engine.transport, engine.staging.pack_below) == ("peer memory", 0)
+
+
+def test_numbers_are_converted_in_a_direct_copy_where_the_engine_computes_addresses() -> None:
+    converted = "kv=bfloat16", "kv=float8_e4m3fn"
+    (pair,) = summary(case(*converted, backend="nvlink")).pairs
+    assert [part.way for part in pair.components] == ["direct"]
+    with pytest.raises(ConfigError, match="component 'kv': cma converts numbers only while they are packed"):
+        summary(case(*converted, backend="cma", pack_below=0))
+    with pytest.raises(ConfigError, match="kv: expected it of both sides or of none, found tp=1,page=16,kv=float16 and tp=1"):
+        case("kv=float16", "tp=1")
 
 
 def test_unallocated_pools_have_the_layout_of_allocated_ones() -> None:

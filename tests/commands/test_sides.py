@@ -17,13 +17,15 @@ def test_missing_keys_have_defaults() -> None:
 
 
 def test_every_key_is_read() -> None:
-    side = Side.parse("tp=4,pp=2,dp=3,cp=2,ep=2,page=8,layout=hnd,context=blocks,layers=7+8")
-    assert side == Side(tp=4, pp=2, dp=3, cp=2, ep=2, page=8, layout="hnd", context="blocks", layers=(7, 8))
+    side = Side.parse("tp=4,pp=2,dp=3,cp=2,ep=2,page=8,layout=hnd,context=blocks,layers=7+8,kv=float16")
+    sizes = {"tp": 4, "pp": 2, "dp": 3, "cp": 2, "ep": 2, "page": 8}
+    assert side == Side(**sizes, layout="hnd", context="blocks", layers=(7, 8), kv="float16")
     assert side.num_ranks == 4 * 2 * 3 * 2
 
 
 @pytest.mark.parametrize(
-    "text", ["tp=4,page=16", "tp=1,page=64,layout=hnd", "tp=2,pp=2,page=16,layers=3+1", "tp=2,ep=2,page=16"]
+    "text",
+    ["tp=4,page=16", "tp=1,page=64,layout=hnd", "tp=2,pp=2,page=16,layers=3+1", "tp=2,ep=2,page=16", "tp=1,page=16,kv=float32"],
 )
 def test_a_side_prints_as_it_is_written(text: str) -> None:
     side = Side.parse(text)
@@ -47,6 +49,7 @@ def test_a_side_prints_as_it_is_written(text: str) -> None:
         ("pp=2,layers=3+", "7+8"),
         ("pp=2,layers=3", "each of 2 stages"),
         ("tp=4,ep=3", "divisor"),
+        ("kv=fp8", "float16, float8_e4m3fn"),
     ],
 )
 def test_an_invalid_side_is_quoted_with_what_is_allowed(text: str, named: str) -> None:

@@ -52,6 +52,8 @@ Examples:
       --concurrency 8 --prefill tp=2 --decode tp=1 --html report.html
   disagg-bench --backend cma --model tiny --tokens 16,256 --prefill tp=1 --decode tp=1 \\
       --requests 100 --latency --duration 10 --csv latency.csv
+  disagg-bench --backend cma --model llama-3-8b --layers 8 --tokens 2048 \\
+      --prefill kv=bfloat16 --decode page=64,kv=float8_e4m3fn            (converted in the copy)
   disagg-bench --compare before.json after.json --tolerance 0.05
 """
 

@@ -175,9 +175,9 @@ def _measure(prepared: Prepared, observe: Observe, *, last: bool) -> Sample:
     ranks.ask({r: msgspec.structs.replace(start, at=soon + r.offset_s) for r, start in together.items()}, Done)
     reports = ranks.ask(dict.fromkeys(ranks.all, Collect()), RunReport)
     cpu_s = _cpu_s(ranks) - before
-    problem = _first_failure(reports) or _first_difference(ranks, prepared.received)
+    problem = _first_failure(reports) or _first_difference(ranks, prepared.received, kv=case.prefill.kv)
     if last and not problem and case.fault is not Fault.BYTE:
-        problem = _first_difference(ranks, prepared.sent)
+        problem = _first_difference(ranks, prepared.sent, kv=case.prefill.kv)
     moved = sum(report.nbytes for report in reports.values())
     if not problem and moved != prepared.nbytes:
         problem = f"expected {prepared.nbytes} bytes to be written, found {moved}"
@@ -229,8 +229,8 @@ def _first_failure(reports: Mapping[Remote, RunReport]) -> str:
     return failed[0] + (f" ({len(failed) - 1} more)" if len(failed) > 1 else "") if failed else ""
 
 
-def _first_difference(ranks: Ranks, items: Mapping[Remote, tuple[Item, ...]]) -> str:
-    found = ranks.ask({remote: Check(of) for remote, of in items.items()}, Difference)
+def _first_difference(ranks: Ranks, items: Mapping[Remote, tuple[Item, ...]], *, kv: str | None) -> str:
+    found = ranks.ask({remote: Check(of, kv) for remote, of in items.items()}, Difference)
     return next((f"rank {remote}: {reply.where}" for remote, reply in found.items() if reply.where), "")
 
 

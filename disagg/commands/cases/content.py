@@ -20,6 +20,7 @@ from disagg.models.pools import StagePools
 from disagg.state.declare import Role, State, dtype_of
 from disagg.testing import reference
 from disagg.testing.reference import CANARY, Bytes, Pool
+from disagg.testing.reference_numbers import convert, moderate
 
 
 class Content:
@@ -34,7 +35,7 @@ class Content:
         self._pools = pools
         self._memory = memory or HostMemory()
         self._base = pools.arena.__array_interface__["data"][0]
-        self._wanted: tuple[tuple[Item, ...], Bytes] | None = None
+        self._wanted: tuple[tuple[Item, ...], str | None, Bytes] | None = None
 
     def clear(self) -> None:
         """Fill everything with the canary."""
@@ -47,12 +48,12 @@ class Content:
         self._memory.push(self._pools.arena)
 
     def flip_byte(self, item: Item) -> None:
-        """Flip the last byte of the last entry that the request has in this rank's first layer."""
+        """Flip the highest bit of the last element that the request has in this rank's first layer."""
         for state, role, _, view in self._tensors(self._pools.arena):
             _, row, offset = self._rank.entries(state, role, item)
             if len(row):
                 entry = view[row[-1], offset[-1]]
-                entry[(-1,) * entry.ndim] ^= 1
+                entry[(-1,) * entry.ndim] ^= 1 << (8 * entry.itemsize - 1)
                 self._memory.push(self._pools.arena)
                 return
 
@@ -62,9 +63,11 @@ class Content:
         start, stop = self._rank.page_range(state, item.tokens, (first_token, last_token))
         return start - first, stop - first
 
-    def difference(self, items: Sequence[Item]) -> str | None:
-        """The first difference from `items` in their places and canary everywhere else, in words; `None` if equal."""
-        wanted, found = self._expected(tuple(items)), self._pools.arena
+    def difference(self, items: Sequence[Item], *, kv: str | None = None) -> str | None:
+        """The first difference from `items` in their places and canary everywhere else, in words; `None` if equal. `kv`: the
+        dtype in which the sending side has K and V, if it has chosen one.
+        """
+        wanted, found = self._expected(tuple(items), kv), self._pools.arena
         self._memory.pull(found)
         if np.array_equal(_words(wanted), _words(found)):
             return None
@@ -73,34 +76,41 @@ class Content:
                 return _describe(state, f"layer {layer}, tensor {role.name!r}", ours, theirs, items=items)
         return f"byte {int((wanted != found).argmax())} of the memory was written, but belongs to no tensor"
 
-    def _expected(self, items: tuple[Item, ...]) -> Bytes:
+    def _expected(self, items: tuple[Item, ...], kv: str | None) -> Bytes:
         """The expected memory. Cached, because every run of a case ends with the same."""
-        if self._wanted is None or self._wanted[0] != items:
+        if self._wanted is None or self._wanted[:2] != (items, kv):
             wanted = np.empty_like(self._pools.arena)
-            self._write(wanted, items)
-            self._wanted = items, wanted
-        return self._wanted[1]
+            self._write(wanted, items, kv)
+            self._wanted = items, kv, wanted
+        return self._wanted[2]
 
-    def _write(self, arena: Bytes, items: Sequence[Item]) -> None:
+    def _write(self, arena: Bytes, items: Sequence[Item], kv: str | None = None) -> None:
         arena.fill(CANARY)
         for state, role, layer, view in self._tensors(arena):
-            runs, nbytes = self._runs(state, role)
+            own = dtype_of(role, state.name)
+            given = kv if kv is not None and role.scale is not None else own
+            runs, nbytes = self._runs(state, role, ITEMSIZE[given])
             for item in items:
                 entries, row, offset = self._rank.entries(state, role, item)
                 if not len(entries):
                     continue
                 name = f"{state.name}/{item.number}"
                 parts = [reference.rows(name, role.name, layer, tokens=entries, heads=run, nbytes=nbytes) for run in runs]
-                content = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+                content: Pool = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+                if role.scale is not None:
+                    content = moderate(content.view(f"u{ITEMSIZE[given]}"), given)
+                if given != own:
+                    content = convert(content, given, own, scale=1.0)
                 view[row, offset] = content.view(view.dtype).reshape(len(entries), *view.shape[2:])
 
-    def _runs(self, state: State, role: Role) -> tuple[list[range], int]:
-        """The rows of one entry of a tensor that this rank holds, as runs of consecutive rows, and the bytes of each row.
+    def _runs(self, state: State, role: Role, itemsize: int) -> tuple[list[range], int]:
+        """The rows of one entry of a tensor that this rank holds, as runs of consecutive rows, and the bytes of each row, whose
+        elements have `itemsize`.
 
         A row lies along the last axis, which no rank splits; the axes before it are numbered consecutively.
         """
         axes = [global_axis(state, role, axis) for axis in role.inner]
-        nbytes = axes[-1].size * ITEMSIZE[dtype_of(role, state.name)]
+        nbytes = axes[-1].size * itemsize
         if len(axes) == 1:
             return [range(1)], nbytes
         held = np.asarray(axes[0].held(self._rank.place), dtype=np.int64)

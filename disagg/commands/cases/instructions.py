@@ -108,9 +108,12 @@ class Collect(Command, frozen=True):
 
 
 class Check(Command, frozen=True):
-    """Compare the whole pools with the reference: `items` in their places, canary everywhere else."""
+    """Compare the whole pools with the reference: `items` in their places, canary everywhere else. `kv`: the dtype in which the
+    sending side has K and V, if it has chosen one.
+    """
 
     items: tuple[Item, ...]
+    kv: str | None = None
 
 
 class Move(Command, frozen=True):

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from disagg.core.errors import ConfigError
+from disagg.core.formats import FLOATS, QUANTIZED
 from disagg.core.topology import Topology
 from disagg.layout.ownership import Owned
 from disagg.layout.placement import ORDERS
+from disagg.models import ModelSpec, load_model
 from disagg.models.pools import PoolShape
+from disagg.state.declare import State
 from disagg.testing.reference import Context
 from disagg.testing.token_rules import token_rule
 
 CONTEXTS = {"tokens": Context.TOKENS_IN_TURN, "pages": Context.PAGES_IN_TURN, "blocks": Context.PAGE_BLOCKS}
 """How context-parallel ranks divide a request's tokens: round robin by token or by page, or in blocks of pages."""
+
+NUMBERS = ("k", "v", "latent")
+"""The roles whose dtype a side may choose."""
 
 
 def _number(text: str) -> int:
@@ -41,7 +47,9 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One instance: parallel sizes, tokens per page, axis order of pages, and optionally the layers of every stage."""
+    """One instance: parallel sizes, tokens per page, axis order of pages, and optionally the layers of every stage. `kv`: the
+    dtype of K and V or latents, with scale 1. If both sides have one, they may differ, and the numbers are converted.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -52,6 +60,7 @@ class Side:
     layout: str = "nhd"
     context: str = "tokens"
     layers: tuple[int, ...] | None = None
+    kv: str | None = None
 
     def __post_init__(self) -> None:
         self.topology(0)
@@ -65,7 +74,7 @@ class Side:
         Raises `ConfigError` that quotes `text` for an unknown key, a repeated key, or an invalid value.
 
             >>> Side.parse("tp=4,page=64")
-            Side(tp=4, pp=1, dp=1, cp=1, ep=1, page=64, layout='nhd', context='tokens', layers=None)
+            Side(tp=4, pp=1, dp=1, cp=1, ep=1, page=64, layout='nhd', context='tokens', layers=None, kv=None)
         """
         found: dict[str, int | str | tuple[int, ...]] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -93,6 +102,11 @@ class Side:
         """The instance's topology at `rank`."""
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep).at(rank)
 
+    def model(self, name: str, *, num_layers: int | None = None) -> ModelSpec:
+        """The model of that name (`load_model`), with this side's KV."""
+        spec = load_model(name, num_layers=num_layers, kv_dtype=self.kv)
+        return spec if self.kv is None else replace(spec, states=tuple(_with_scales(state) for state in spec.states))
+
     @property
     def num_ranks(self) -> int:
         return self.topology().num_ranks
@@ -119,9 +133,15 @@ class Side:
         )
 
 
+def _with_scales(state: State) -> State:
+    roles = (replace(role, scale=1.0) if role.name in NUMBERS else role for role in state.roles)
+    return replace(state, roles=tuple(roles)) if state.rows == "pages" else state
+
+
 _READERS: dict[str, Callable[[str], int | str | tuple[int, ...]]] = {
     **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "page"), _number),
     "layout": _one_of(*ORDERS),
     "context": _one_of(*CONTEXTS),
     "layers": _numbers,
+    "kv": _one_of(*FLOATS, *QUANTIZED),
 }

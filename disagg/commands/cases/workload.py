@@ -15,10 +15,9 @@ from disagg.commands.cases.arrivals import TOGETHER, Arrivals
 from disagg.commands.cases.instructions import Block, Description, Fault, Item
 from disagg.commands.cases.places import RankPlace, rows_of
 from disagg.commands.cases.sides import Side
-from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.layout.agreement import decode_placements
-from disagg.layout.binding import bind
+from disagg.layout.binding import bind_rows
 from disagg.layout.election import elect
 from disagg.layout.plan import TransferPlan, make_plan
 from disagg.layout.tables import LayoutTable
@@ -76,6 +75,8 @@ class Case:
                 raise ConfigError(f"{name.replace('_', '-')}: expected at least 0, found {getattr(self, name)}")
         if not 0 <= self.prefix_hit < self.tokens:
             raise ConfigError(f"prefix-hit: expected 0 to {self.tokens - 1} of {self.tokens} tokens, found {self.prefix_hit}")
+        if (self.prefill.kv is None) != (self.decode.kv is None):
+            raise ConfigError(f"kv: expected it of both sides or of none, found {self.prefill} and {self.decode}")
         if self.arrivals.times_s:
             self._check_arrivals()
         if self.device == "cuda" and self.backend == "local":
@@ -219,21 +220,26 @@ def planned(
     for (ours, theirs), plan in plans.items():
         wanted = {item.number: item for item in received[theirs]}
         for item in sent[ours]:
-            for copies in _bound(spec, plan, item, wanted.get(item.number)):
-                nbytes[ours, theirs] += copies.total_nbytes
-                pieces += len(copies)
+            for total, count in _sizes(spec, plan, item, wanted.get(item.number)):
+                nbytes[ours, theirs] += total
+                pieces += count
     return Planned({pair: count for pair, count in nbytes.items() if count}, pieces, plan_s)
 
 
-def _bound(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item | None) -> Iterator[CopyBatch]:
-    """One request's copies between a pair of ranks, by component; none if only one of them serves it."""
+def _sizes(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item | None) -> Iterator[tuple[int, int]]:
+    """The bytes and pieces of one request between a pair of ranks, by component; none if only one of them serves it."""
     if destination is None:
         return
     for name, component in plan.components.items():
         state, need = spec.state(name), destination.needs[name]
         if need[0] < need[1]:
             rows = rows_of(state, source), rows_of(state, destination)
-            yield bind(component, source=rows[0], destination=rows[1], tokens=need, num_tokens=need[1])
+            bound = bind_rows(component, source=rows[0], destination=rows[1], tokens=need, num_tokens=need[1])
+            if component.converts:
+                yield bound.at_destination()
+            else:
+                copies = bound.copies()
+                yield copies.total_nbytes, len(copies)
 
 
 def blocks_of(
@@ -241,20 +247,25 @@ def blocks_of(
 ) -> dict[int, tuple[Block, ...]]:
     """The bytes of each pair of ranks as one contiguous block, by source rank.
 
-    Blocks follow each other in both arenas. A source that writes the same bytes to several replicas may send more than its
-    memory holds: blocks that do not fit begin again at its start. Raises `DisaggError` if a block is larger than an arena.
+    Blocks follow each other in both arenas. A source that writes the same bytes to several replicas, or larger numbers than it
+    has, may send more than its memory holds: what does not fit begins again at its start. Raises `DisaggError` if the bytes of
+    a pair are more than the destination's arena.
     """
     ours, theirs = dict.fromkeys(range(len(sources)), 0), dict.fromkeys(range(len(destinations)), 0)
     blocks: dict[int, list[Block]] = {}
     for (source, destination), nbytes in sorted(pairs.items()):
         address, room = destinations[destination].arena
-        if theirs[destination] + nbytes > room or nbytes > sources[source].arena[1]:
-            raise DisaggError(f"ceiling: {nbytes} bytes from rank {source} to rank {destination} do not fit into their memory")
-        if ours[source] + nbytes > sources[source].arena[1]:
-            ours[source] = 0
-        blocks.setdefault(source, []).append(Block(destination, ours[source], address + theirs[destination], nbytes))
-        ours[source] += nbytes
-        theirs[destination] += nbytes
+        if theirs[destination] + nbytes > room:
+            raise DisaggError(f"ceiling: {nbytes} bytes from rank {source} do not fit into the memory of rank {destination}")
+        left, size = nbytes, sources[source].arena[1]
+        while left:
+            part = min(left, size)
+            if ours[source] + part > size:
+                ours[source] = 0
+            blocks.setdefault(source, []).append(Block(destination, ours[source], address + theirs[destination], part))
+            ours[source] += part
+            theirs[destination] += part
+            left -= part
     return {source: tuple(found) for source, found in blocks.items()}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from disagg.commands.shell.text import size
 from disagg.core.copies import Columns
-from disagg.layout.binding import BoundRows, Stream
+from disagg.layout.binding import BoundRows
 from disagg.layout.plan import ComponentPlan, SpanClass
 
 FIRST_ADDRESS = 1 << 40
@@ -19,7 +19,9 @@ MAX_COPIES = 1 << 22
 
 
 class Count(NamedTuple):
-    """Bytes, and the runs they are in: pieces with neighbours joined on both sides."""
+    """Bytes, and the runs they are in: pieces with neighbours joined on both sides, or at the destination if numbers are
+    converted.
+    """
 
     nbytes: int = 0
     runs: int = 0
@@ -33,6 +35,8 @@ class CopyCounter:
 
     def count(self, bound: BoundRows) -> Count:
         """The bytes and the number of the copies that `bind` returns."""
+        if bound.plan.converts:
+            return Count(*bound.at_destination())
         nbytes = runs = 0
         end: tuple[int, int] | None = None
         for part in _parts(bound):
@@ -58,9 +62,8 @@ def _parts(bound: BoundRows) -> Iterator[BoundRows]:
 
 def mean_run_at_destination(bound: BoundRows) -> float:
     """Mean length in bytes of the runs that are contiguous at the destination, whatever the source's order."""
-    stream = Stream(source=False)
-    bound.append_to(stream)
-    return stream.total / stream.num_pieces
+    nbytes, runs = bound.at_destination()
+    return nbytes / runs
 
 
 def run_end_reason(span: SpanClass, plan: ComponentPlan) -> str:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disagg.backends import registry as backends
-from disagg.backends.abilities import SaysStaging
+from disagg.backends.abilities import SaysStaging, SpanWriter
 from disagg.backends.base import BackendOptions, StagingShape, Transport
 from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
 
 
 class Engine(NamedTuple):
-    """An engine over one transport. `origin` says whose the packing threshold is, if it is not the engine's."""
+    """An engine over one transport. `origin` says whose the packing threshold is, if it is not the engine's. `takes_spans`: it
+    also converts numbers in a direct copy.
+    """
 
     name: str
     transport: str
     staging: StagingShape
     origin: str = ""
+    takes_spans: bool = False
 
     def with_threshold(self, pack_below: int, origin: str) -> Engine:
         """The engine with another packing threshold."""
@@ -57,11 +60,16 @@ def engine_of(backend: str, transport: str) -> Engine:
     chosen = _AUTO.get(name, transport) if transport == "auto" or name in _FIXED else transport
     if known and chosen not in known:
         raise ConfigError(f"transport: backend {name!r} has {', '.join(known)}, found {transport!r}")
-    return Engine(name, chosen, declared_staging(name, transport))
+    return Engine(name, chosen, declared_staging(name, transport), takes_spans=isinstance(_kind(name), SpanWriter))
+
+
+def _kind(backend: str) -> Any:
+    """The class of a backend."""
+    (entry,) = importlib.metadata.entry_points(group=backends.ENTRY_POINTS, name=backend)
+    return entry.load()
 
 
 def declared_staging(backend: str, transport: str) -> StagingShape:
     """The staging that a backend declares for these options; no packing if it declares none before it runs."""
-    (entry,) = importlib.metadata.entry_points(group=backends.ENTRY_POINTS, name=backend)
-    kind = entry.load()
+    kind = _kind(backend)
     return kind.staging_for(BackendOptions(transport=Transport(transport))) if isinstance(kind, SaysStaging) else StagingShape()

@@ -18,7 +18,7 @@ from disagg.core.topology import Topology
 from disagg.layout.ownership import Share
 from disagg.layout.placement import Component, Placement
 from disagg.layout.tables import ComponentLayout, LayoutTable, layout_table
-from disagg.models import ModelSpec, load_model
+from disagg.models import ModelSpec
 from disagg.models.pools import lay_out
 
 
@@ -46,7 +46,7 @@ def instance_of(case: Case, role: str, *, model: str, consecutive: bool) -> Inst
     """One side of a case, with the rows that the benchmark deals it; `consecutive`: the first rows of every pool instead."""
     ours = role == "prefill"
     side, peer, prefix = (case.prefill, case.decode, 0) if ours else (case.decode, case.prefill, case.prefix_hit)
-    spec = load_model(model, num_layers=case.num_layers)
+    spec = side.model(model, num_layers=case.num_layers)
     pools = {state.name: rows_needed(state, side, case, prefix=prefix) for state in spec.states}
     dealt = items_of(spec, side, peer, case, name=role, pools=pools, prefix=prefix)
     shape = side.pool_shape(max(pools.values()), rows=pools)

@@ -12,6 +12,7 @@ from disagg.commands.explain.engine import Engine
 from disagg.commands.explain.instance import Instance
 from disagg.commands.explain.summary import Pair, Part, PathShare
 from disagg.commands.shell.text import size
+from disagg.core.errors import ConfigError
 from disagg.layout.binding import BoundRows, bind_rows
 from disagg.layout.plan import TransferPlan
 from disagg.runtime.paths import MIN_PIECES, Path, path_of
@@ -42,7 +43,7 @@ def explain_pair(
             tokens=needed,
             num_tokens=needed[1],
         )
-        division = _divide(bound, engine, counter)
+        division = _divide(name, bound, engine, counter)
         chunk = streams(destination.spec.state(name))
         before, room = packed_before[chunk], engine.staging.slot_nbytes
         packed_before[chunk] += division.counts.get("packed", Count()).nbytes
@@ -72,14 +73,24 @@ def _part(name: str, division: Division, writes: int) -> Part:
     )
 
 
-def _divide(whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:
-    """What the manager does (`disagg.runtime.paths`): small pieces travel packed unless they are few."""
+def _divide(name: str, whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:
+    """What the manager does (`disagg.runtime.paths`): small pieces travel packed unless they are few, and numbers are converted
+    while they are packed. Raises `ConfigError` if they cannot be.
+    """
     below, plan = engine.staging.pack_below, whole.plan
     total = counter.count(whole)
     directly = {"direct": total}
     small = tuple(i for i, span in enumerate(plan.spans) if is_small(plan, span, below))
     large = tuple(i for i in range(len(plan.spans)) if i not in small)
     why = _why(whole, total)
+    if plan.converts and below:
+        return Division({"packed": total}, f"{why}; numbers are converted while they are packed")
+    if plan.converts and not engine.takes_spans:
+        raise ConfigError(
+            f"component {name!r}: {engine.name} converts numbers only while they are packed; expected a positive pack-below"
+        )
+    if plan.converts:
+        return Division(directly, f"{why}; the engine converts numbers as it copies")
     if not below:
         return Division(directly, f"{why}; packing is off: the threshold is 0")
     if not small:

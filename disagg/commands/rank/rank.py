@@ -23,7 +23,6 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import Device
 from disagg.core.topology import Topology
 from disagg.layout.agreement import LocalRank, ModelId, encode_placements
-from disagg.models import load_model
 from disagg.models.pools import allocate
 from disagg.settings import meaning
 
@@ -94,7 +93,7 @@ class ResidentRank:
         if config.leader is None and config.rank:
             raise ConfigError(f"leader: rank {config.rank} of {config.side.num_ranks} needs the address of rank 0")
         self.config = config
-        self.model = load_model(config.model, num_layers=config.num_layers)
+        self.model = config.side.model(config.model, num_layers=config.num_layers)
         self.shape = config.side.pool_shape(config.num_pages, num_slots=config.num_slots, rows=config.rows)
         self.memory = memory_on(config.device)
         self.pools = allocate(self.model, config.topology, self.shape, place=self.memory.place)

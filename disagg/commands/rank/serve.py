@@ -114,7 +114,7 @@ class Commands:
 
     @run.register
     def _(self, command: Check) -> AnyReply:
-        return Difference(self._resident.content.difference(command.items))
+        return Difference(self._resident.content.difference(command.items, kv=command.kv))
 
     @run.register
     def _(self, command: Start) -> AnyReply:
