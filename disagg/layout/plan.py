@@ -7,7 +7,7 @@ request and gives addresses.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from disagg.core.formats import QUANTIZED
 from disagg.core.memory import ITEMSIZE
 from disagg.layout.conversion import Conversion
 from disagg.layout.election import Election, Flow
-from disagg.layout.ownership import Intervals, Ints, Owned, Periodic, Share
+from disagg.layout.ownership import Interval, Intervals, Ints, Owned, Periodic, Share
 from disagg.layout.placement import Placement
 from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
 
@@ -28,10 +28,10 @@ from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
 class SpanClass:
     """Copies of one shape: one run of bytes for each pair of bases, each run of tokens, and each step of `dims`.
 
-    `source_bases` and `destination_bases`, uint64 `[layers]`, include the offsets of the box. `dims` are
-    `(count, source_stride, destination_stride)` in bytes, outermost first. A token run of `n` positions is one run of
-    `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. With a `conversion`, `nbytes` are the
-    destination's, and the source has as many elements in its own dtype.
+    `layers` are those of the bases: a layer may have several. `source_bases` and `destination_bases`, uint64 `[layers]`,
+    include the offsets of the box. `dims` are `(count, source_stride, destination_stride)` in bytes, outermost first. A token
+    run of `n` positions is one run of `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. With a
+    `conversion`, `nbytes` are the destination's, and the source has as many elements in its own dtype.
     """
 
     layers: Ints
@@ -53,7 +53,7 @@ class SpanClass:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The scale of each layer, if numbers are converted."""
+        """The scale of each pair of bases, if numbers are converted."""
         return () if self.conversion is None else self.conversion.scales
 
     @cached_property
@@ -214,32 +214,46 @@ def _span(
     """The shape of one flow's copies in both memories."""
     ours, theirs = source_place.tensor(flow.role), destination_place.tensor(flow.role)
     box = {axis.name: part for axis, part in zip(destination.inner_axes, flow.box, strict=True)}
-    axes = [(part.stop - part.start, ours.strides[name], theirs.strides[name]) for name, part in box.items()]
+    conversion, by = _conversion(flow, source, destination, box)
+    boxes = [box] if by is None else [{**box, by: Interval(each, each + 1)} for each in range(*box[by])]
+    axes = [(part.stop - part.start, ours.strides[name], theirs.strides[name]) for name, part in boxes[0].items()]
     dims, nbytes = _fold(axes, (ITEMSIZE[source.dtype], ITEMSIZE[destination.dtype]))
     token = destination.token
     strides = (ours.strides[token.name], theirs.strides[token.name]) if token else (0, 0)
     return SpanClass(
-        layers=np.array(flow.layers, dtype=np.int64),
-        source_bases=ours.addresses(flow.layers, ours.box_offset(source, box)),
-        destination_bases=theirs.addresses(flow.layers, theirs.box_offset(destination, box)),
+        layers=np.repeat(np.array(flow.layers, dtype=np.int64), len(boxes)),
+        source_bases=_in_each(boxes, lambda each: ours.addresses(flow.layers, ours.box_offset(source, each))),
+        destination_bases=_in_each(boxes, lambda each: theirs.addresses(flow.layers, theirs.box_offset(destination, each))),
         row_strides=(ours.row_stride, theirs.row_stride),
         token_strides=strides,
         granule=token.granule if token else 1,
         dims=dims,
         nbytes=nbytes[1],
         dense=strides == nbytes,
-        conversion=_conversion(flow, source, destination),
+        conversion=conversion,
     )
 
 
-def _conversion(flow: Flow, source: TensorLayout, destination: TensorLayout) -> Conversion | None:
-    """How a flow's numbers are converted; `None` if its bytes are copied."""
+def _in_each(
+    boxes: Sequence[Mapping[str, Interval]], bases: Callable[[Mapping[str, Interval]], npt.NDArray[np.uint64]]
+) -> npt.NDArray[np.uint64]:
+    """The bases of several boxes, layer after layer."""
+    return np.stack([bases(box) for box in boxes], axis=1).reshape(-1)
+
+
+def _conversion(
+    flow: Flow, source: TensorLayout, destination: TensorLayout, box: Mapping[str, Interval]
+) -> tuple[Conversion | None, str | None]:
+    """How a flow's numbers are converted, and the axis whose positions have scales of their own; `None` if bytes are copied."""
     if source.dtype == destination.dtype or source.numbers is None or destination.numbers is None:
-        return None
-    of_source = source.dtype in QUANTIZED
-    scales = source.scales if of_source else destination.scales
+        return None, None
+    quantized = source if source.dtype in QUANTIZED else destination
+    assert quantized.numbers is not None
+    by = quantized.numbers.axis
+    positions = range(1) if by is None else range(*box[by])
+    scales = tuple(quantized.scales[place] for place in itertools.product(flow.layers, positions))
     rounding = destination.numbers.rounding or "nearest"  # into a format of 16 or 32 bits
-    return Conversion(source.dtype, destination.dtype, rounding, tuple(scales[layer] for layer in flow.layers))
+    return Conversion(source.dtype, destination.dtype, rounding, scales), by
 
 
 def _fold(

@@ -7,6 +7,7 @@ are different ownerships and need no code of their own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
@@ -17,9 +18,9 @@ from disagg.core.errors import LayoutError
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import MAX_NAME, is_text
 from disagg.core.topology import Topology
-from disagg.layout.conversion import Held, Numbers, check_numbers, rule
+from disagg.layout.conversion import Held, Numbers, check_numbers, place_of, rule
 from disagg.layout.encoding import encode
-from disagg.layout.ownership import Intervals, Owned, Periodic, cuts, positions_to_intervals
+from disagg.layout.ownership import Interval, Intervals, Owned, Periodic, cuts, positions_to_intervals
 
 LAYER = "layer"
 TOKEN = "token"
@@ -85,7 +86,8 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
                 what = f"tensor {self.role!r}, axis {axis.name!r}"
                 raise LayoutError(f"{what}: only a token axis may have a granule, found {axis.granule}")
         if self.numbers is not None:
-            check_numbers(self.dtype, self.numbers, len(self.layers), f"tensor {self.role!r}")
+            num_positions = sum(part.stop - part.start for part in self._scale_parts)
+            check_numbers(self.dtype, self.numbers, len(self.layers), num_positions, f"tensor {self.role!r}")
 
     def axis(self, name: str) -> Axis:
         """The axis of that name. Raises `LayoutError` if there is none."""
@@ -99,10 +101,23 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
         """Layer ids in memory order."""
         return tuple(layer for part in self.axis(LAYER).owned.within(2**62).parts for layer in range(*part))
 
+    @property
+    def _scale_parts(self) -> tuple[Interval, ...]:
+        """The positions that have scales of their own in each layer; a single one without an axis of scales."""
+        if self.numbers is None or self.numbers.axis is None:
+            return (Interval(0, 1),)
+        axis = self.axis(self.numbers.axis)
+        if axis not in self.inner_axes:
+            raise LayoutError(f"tensor {self.role!r}: expected scales by an axis of constant size, found {axis.name!r}")
+        return axis.owned.within(axis.size or 0).parts
+
     @cached_property
-    def scales(self) -> dict[int, float]:
-        """The scale of each layer; empty without `numbers`."""
-        return dict(zip(self.layers, self.numbers.scales, strict=True)) if self.numbers is not None else {}
+    def scales(self) -> dict[tuple[int, int], float]:
+        """The scale of each layer and position of the axis of `numbers`, or position 0; empty without `numbers`."""
+        if self.numbers is None:
+            return {}
+        positions = [position for part in self._scale_parts for position in range(*part)]
+        return dict(zip(itertools.product(self.layers, positions), self.numbers.scales, strict=True))
 
     @cached_property
     def layer_set(self) -> frozenset[int]:
@@ -280,15 +295,14 @@ def _numbers(table: LayoutTable, name: str) -> dict[str, Held]:
             if tensor.numbers is None:
                 continue
             what = f"component {name!r}, tensor {tensor.role!r}"
-            own = tensor.dtype, tensor.numbers.rounding
+            own = tensor.dtype, tensor.numbers.rounding, tensor.numbers.axis
             *first, scales = found.setdefault(tensor.role, Held(*own, {}))
             if own != tuple(first):
                 raise LayoutError(f"{what}: ranks of one instance differ: {tuple(first)} and {own}")
-            for layer, scale in tensor.scales.items():
-                if scales.setdefault(layer, scale) != scale:
-                    raise LayoutError(
-                        f"{what}, layer {layer}: ranks of one instance differ: scales {scales[layer]} and {scale}"
-                    )
+            for place, scale in tensor.scales.items():
+                if scales.setdefault(place, scale) != scale:
+                    where = f"{what}, {place_of(place, tensor.numbers.axis)}"
+                    raise LayoutError(f"{where}: ranks of one instance differ: scales {scales[place]} and {scale}")
     return found
 
 

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.core.memory import ITEMSIZE, MemoryRegion, RawTensor, raw_tensor
 from disagg.core.topology import Topology
@@ -22,8 +25,10 @@ from disagg.state.overlap import first_overlap, overlaps_itself
 
 Rule = Callable[[Topology], Owned]
 """A function that gives the positions of an axis that a rank owns."""
-Scale = Mapping[int, float] | float | None
-"""What an element is multiplied by, in all layers or by layer, to give the number that it stands for. `None`: unknown."""
+Scale = Mapping[int, npt.ArrayLike] | float | None
+"""What an element is multiplied by, in all layers or by layer, to give the number that it stands for. `None`: unknown. A layer
+may have one for each position of an axis, over all ranks.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,9 @@ class Role:
     may have no layer of the role. `tensors` are by layer. A role without tensors describes the memory to allocate.
 
     With a `scale` a peer may hold the role in another format, and the writer converts it: an element times the scale is the
-    number that it stands for. It is one for all layers, or by layer; 1 for formats of 16 and 32 bits. `rounding` is how this
-    server makes numbers of 8 bits (`disagg.core.formats`); `None`: in a way that nobody else can. Without a `scale` both sides
-    need the same dtype.
+    number that it stands for. It is one for all layers, or by layer; 1 for formats of 16 and 32 bits. With a `scale_axis` each
+    layer has one for every position of that inner axis, over all ranks. `rounding` is how this server makes numbers of 8 bits
+    (`disagg.core.formats`); `None`: in a way that nobody else can. Without a `scale` both sides need the same dtype.
     """
 
     name: str
@@ -124,17 +129,38 @@ class Role:
     granule: int = 1
     tensors: Mapping[int, Any] = field(default_factory=dict)
     scale: Scale = None
+    scale_axis: str | None = None
     rounding: str | None = "nearest"
 
-    def numbers(self, layers: Sequence[int], what: str) -> Numbers | None:
-        """What the elements of these layers stand for; `None` without a `scale`. Raises `ConfigError` for a layer without."""
+    def numbers(self, layers: Sequence[int], rank: Topology, what: str) -> Numbers | None:
+        """What the elements of these layers stand for on `rank`; `None` without a `scale`. Raises `ConfigError` for a layer
+        without, or with as many as the axis does not have.
+        """
         if self.scale is None:
             return None
+        what = f"{what}, tensor {self.name!r}"
         scales = self.scale if isinstance(self.scale, Mapping) else dict.fromkeys(layers, self.scale)
         missing = [layer for layer in layers if layer not in scales]
         if missing:
-            raise ConfigError(f"{what}, tensor {self.name!r}: expected a scale for layer {missing[0]}, found none")
-        return Numbers(tuple(float(scales[layer]) for layer in layers), self.rounding)
+            raise ConfigError(f"{what}: expected a scale for layer {missing[0]}, found none")
+        own = [scale for layer in layers for scale in self._scales_of(layer, scales[layer], rank, what)]
+        return Numbers(tuple(own), self.rounding, self.scale_axis)
+
+    def _scales_of(self, layer: int, given: npt.ArrayLike, rank: Topology, what: str) -> list[float]:
+        """Those of one layer that a rank has."""
+        scales = np.asarray(given, dtype=np.float64)
+        if self.scale_axis is None:
+            if scales.ndim:
+                raise ConfigError(f"{what}: expected one scale for layer {layer}, found {scales.shape}, and no scale_axis")
+            return [float(scales)]
+        if self.scale_axis not in self.inner:
+            raise ConfigError(f"{what}, scale_axis: expected one of {', '.join(self.inner)}, found {self.scale_axis!r}")
+        inner = self.inner[self.scale_axis]
+        if scales.shape != (inner.size,):
+            raise ConfigError(
+                f"{what}: expected {inner.size} scales for layer {layer}, one for each {self.scale_axis}, found {scales.shape}"
+            )
+        return [float(scale) for part in inner.owned(rank).within(inner.size).parts for scale in scales[slice(*part)]]
 
     def of(self, tensors: Mapping[int, Any], *, axes: str | None = None) -> Role:
         """The role with a rank's tensors, by layer. `axes` gives their memory order if it differs."""
@@ -332,7 +358,7 @@ def _tensor_layouts(
             axes.append(Axis(TOKEN, None, tokens(rank), role.granule))
         axes.extend(Axis(axis, inner.size, inner.owned(rank)) for axis, inner in role.inner.items())
         try:
-            numbers = role.numbers(layers, what)
+            numbers = role.numbers(layers, rank, what)
             tensors.append(TensorLayout(role.name, dtype_of(role, component), tuple(axes), numbers))
         except LayoutError as error:
             raise ConfigError(f"{what}, {error}") from error

@@ -44,6 +44,7 @@ def gqa(
     scales_dtype: str | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    scales_by_head: bool = False,
     rounding: str | None = "nearest",
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
@@ -57,7 +58,8 @@ def gqa(
     total KV heads, not this rank's: rank `r` of `T` owns `[floor(r*H/T), max(start+1, floor((r+1)*H/T)))`, so with more than
     `H` ranks some are replicas. K and V may differ in `dim`. `scales` are block scales (FP8, MX), with the same axes and
     `scales_per_head` in place of `dim`. `dims` (of K and V) and `dtype` are required only if a stage may have no layer.
-    `k_scale`, `v_scale` and `rounding` are those of `Role`: with them a peer may hold K and V in another dtype.
+    `k_scale`, `v_scale` and `rounding` are those of `Role`: with them a peer may hold K and V in another dtype. With
+    `scales_by_head` each layer has a scale for every KV head of the model.
 
     Raises `ConfigError`, with the layer, the axis and both values, if a tensor contradicts the declaration.
     """
@@ -75,7 +77,8 @@ def gqa(
     if dims is None:
         dims = _dim(bound["k"], plain["k"], what), _dim(bound["v"], plain["v"], what)
     declared = zip(gqa_roles(num_kv_heads, dims=dims, dtype=dtype), (k_scale, v_scale), strict=True)
-    numbers = [replace(role, scale=scale, rounding=rounding) for role, scale in declared]
+    by = "kv_head" if scales_by_head else None
+    numbers = [replace(role, scale=scale, scale_axis=by, rounding=rounding) for role, scale in declared]
     roles = [role.of(bound[role.name], axes=plain[role.name]) for role in numbers]
     if scales is not None:
         bound = pairs(scales, names, what=f"{what}, scales")

@@ -87,16 +87,17 @@ FORMATS = {
 }
 
 
-def convert(stored: Stored, source: str, destination: str, *, scale: float, rounding: str = "nearest") -> Stored:
+def convert(stored: Stored, source: str, destination: str, *, scale: npt.ArrayLike, rounding: str = "nearest") -> Stored:
     """What is stored in format `destination` for what is stored in `source`. In single precision, numbers are divided by
-    `scale`, or multiplied by it if the source has 8 bits.
+    `scale`, or multiplied by it if the source has 8 bits. Scales are broadcast.
     """
+    factors: npt.NDArray[np.float32] = np.asarray(scale, dtype=np.float32)
     with np.errstate(all="ignore"):
         numbers = FORMATS[source].numbers(stored).astype(np.float32)
         if FORMATS[source].bits == 8:
-            numbers = numbers * np.float32(scale)
+            numbers = numbers * factors
         elif FORMATS[destination].bits == 8:
-            numbers = numbers / np.float32(scale)
+            numbers = numbers / factors
         if destination == "float32":
             return numbers.view(np.uint32)
         quantizes = FORMATS[destination].bits == 8

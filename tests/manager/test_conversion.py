@@ -24,7 +24,7 @@ from tests.support.host_kernels import HostMover, Spans
 
 HEADS, DIMS, LAYERS, NUM_PAGES = 4, {"k": 6, "v": 4}, 3, 24
 CANARY = 0xA5
-Scales = Mapping[int, float] | float | None
+Scales = Mapping[int, Any] | float | None
 
 
 class SmallSlots(LocalBackend):
@@ -46,10 +46,13 @@ class Holder:
     k_scale: Scales = 1.0
     v_scale: Scales = 1.0
     rounding: str | None = "nearest"
+    by_head: bool = False
 
-    def scale(self, role: str, layer: int) -> float:
+    def scale(self, role: str, layer: int) -> Any:
+        """What `[token, head, dim]` is multiplied by."""
         given = {"k": self.k_scale, "v": self.v_scale}[role]
-        return given[layer] if isinstance(given, Mapping) else float(given or 1.0)
+        found = np.array(given[layer] if isinstance(given, Mapping) else given or 1.0)
+        return found[:, None] if found.ndim else found
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def make_rank(holder: Holder, tp_rank: int) -> Rank:
         )
     component = paged.gqa(
         tensors, axes=holder.axes, num_kv_heads=HEADS, topology=topology, k_scale=holder.k_scale, v_scale=holder.v_scale,
-        rounding=holder.rounding,
+        scales_by_head=holder.by_head, rounding=holder.rounding,
     )  # fmt: skip
     return Rank(topology, pools, component)
 
@@ -143,6 +146,8 @@ def move(
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"
 BY_LAYER = {0: 0.5, 1: 0.02, 2: 3.0}
+BY_HEAD = {layer: [0.03 * (layer + 1), 0.5, 2.0 + layer, 0.1] for layer in range(LAYERS)}
+HALVES = {layer: np.full(HEADS, 0.5) for layer in range(LAYERS)}
 NHD, HND, LAST = "page token kv_head dim", "page kv_head token dim", "kv_head page dim token"
 PAIRS = {
     "quantized": (Holder(BF16), Holder(E4M3, k_scale=BY_LAYER, v_scale=0.25)),
@@ -156,6 +161,23 @@ PAIRS = {
     "wider": (Holder("float16"), Holder("float32", tp=2, page=8)),
     "other": (Holder(BF16, tp=2, axes=HND, rounding=None), Holder("float16", page=2, rounding=None)),
     "copied": (Holder(E4M3, k_scale=0.5, v_scale=BY_LAYER), Holder(E4M3, tp=2, k_scale=0.5, v_scale=BY_LAYER)),
+    "by head": (Holder(BF16), Holder(E4M3, k_scale=BY_HEAD, v_scale=HALVES, by_head=True)),
+    "by head, TP 4 to 2": (
+        Holder(BF16, tp=4, page=8, axes=HND),
+        Holder(E4M3, tp=2, axes=NHD, k_scale=BY_HEAD, v_scale=HALVES, by_head=True),
+    ),
+    "by head, TP 1 to 4": (
+        Holder("float32", axes=LAST),
+        Holder(E4M3, tp=4, page=16, axes=HND, k_scale=HALVES, v_scale=BY_HEAD, by_head=True),
+    ),
+    "by head, back": (
+        Holder("float8_e5m2", tp=2, k_scale=BY_HEAD, v_scale=HALVES, by_head=True),
+        Holder(BF16, page=16, axes=HND),
+    ),
+    "by head, copied": (
+        Holder(E4M3, k_scale=BY_HEAD, v_scale=HALVES, by_head=True),
+        Holder(E4M3, tp=2, k_scale=BY_HEAD, v_scale=HALVES, by_head=True),
+    ),
     "copied, rounding unknown": (Holder(E4M3, k_scale=0.5, rounding=None), Holder(E4M3, k_scale=0.5)),
 }
 
@@ -225,9 +247,15 @@ def test_random_layouts(seed: int) -> None:
 
     def holder(dtype: str) -> Holder:
         scale = float(rng.choice([0.03, 0.5, 1.0, 7.0])) if dtype.startswith("float8") else 1.0
-        by_layer = {layer: scale * (layer + 1 if dtype.startswith("float8") else 1) for layer in range(LAYERS)}
+        by_head = bool(rng.integers(2)) and dtype.startswith("float8")
+        by_layer: dict[int, Any] = {
+            layer: scale * (layer + 1 if dtype.startswith("float8") else 1) * np.array(1 + np.arange(HEADS) if by_head else 1)
+            for layer in range(LAYERS)
+        }
         axes = str(rng.choice([NHD, HND, LAST]))
-        return Holder(dtype, int(rng.choice([1, 2, 4])), int(rng.choice([2, 4, 8])), axes, by_layer, scale)
+        v_scale = by_layer if by_head else scale
+        sizes = int(rng.choice([1, 2, 4])), int(rng.choice([2, 4, 8]))
+        return Holder(dtype, *sizes, axes, by_layer, v_scale, by_head=by_head)
 
     pair = [("float32", E4M3), (BF16, E4M3), (BF16, "float8_e5m2"), (E4M3, BF16), (BF16, "float16"), ("float16", "float32")]
     source, destination = pair[seed % len(pair)]
@@ -247,6 +275,16 @@ REFUSED = {
         Holder(E4M3, k_scale=0.5),
         Holder(E4M3, k_scale=0.25),
         r"layer 0: scales 0\.(5|25) and 0\.(25|5): .* quantized twice",
+    ),
+    "other scales of a head": (
+        Holder(E4M3, k_scale=BY_HEAD, v_scale=HALVES, by_head=True),
+        Holder(E4M3, tp=2, k_scale=BY_HEAD | {1: [0.06, 0.5, 4.0, 0.1]}, v_scale=HALVES, by_head=True),
+        r"layer 1, kv_head 2: scales (3\.0 and 4\.0|4\.0 and 3\.0): .* quantized twice",
+    ),
+    "by head and by layer": (
+        Holder(E4M3, k_scale=0.5, v_scale=0.5),
+        Holder(E4M3, k_scale=HALVES, v_scale=HALVES, by_head=True),
+        r"scales by (layer|kv_head) and by (kv_head|layer): .* quantized twice",
     ),
     "quantized twice": (
         Holder(E4M3),
@@ -295,6 +333,7 @@ WRONG = {
     "too large": (E4M3, 1e39, r"scales: expected positive numbers of single precision, found 1e\+39"),
     "too small": (E4M3, 1e-46, "scales: expected positive numbers of single precision, found 1e-46"),
     "a layer without one": (E4M3, {0: 1.0, 2: 1.0}, "expected a scale for layer 1, found none"),
+    "several": (E4M3, HALVES, r"expected one scale for layer 0, found \(4,\), and no scale_axis"),
 }
 
 
@@ -304,6 +343,15 @@ def test_wrong_scales_are_an_error_of_the_declaration(case: tuple[str, Scales, s
     layers = {layer: tuple(wrong_pool(dtype) for _ in "kv") for layer in range(LAYERS)}
     with pytest.raises(ConfigError, match=match):
         paged.gqa(layers, axes="nhd", num_kv_heads=HEADS, topology=Topology(), k_scale=scale, v_scale=1.0)
+
+
+@pytest.mark.parametrize("given", [1.0, {0: [1.0] * 4, 1: [1.0] * 3, 2: [1.0] * 4}])
+def test_scales_of_other_heads_are_an_error_of_the_declaration(given: Scales) -> None:
+    layers = {layer: tuple(wrong_pool(E4M3) for _ in "kv") for layer in range(LAYERS)}
+    with pytest.raises(ConfigError, match=r"expected 4 scales for layer [01], one for each kv_head, found \((3,)?\)"):
+        paged.gqa(
+            layers, axes="nhd", num_kv_heads=HEADS, topology=Topology(), k_scale=given, v_scale=given, scales_by_head=True
+        )
 
 
 def test_an_unknown_rounding_is_an_error_of_the_declaration() -> None:
