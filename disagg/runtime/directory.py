@@ -147,8 +147,9 @@ class Directory:
     def is_ready(self, name: str) -> bool:
         """Whether every rank of an instance that this one connects to is connected."""
         instance = None if name in self._changing else self._peers.instances.get(name)
-        wanted = instance.wanted if instance is not None and instance.ready else None
-        return wanted is not None and self._handshake.num_connected(name) >= len(wanted)
+        if instance is None or not instance.ready:
+            return False
+        return all(self._handshake.is_connected(link) for link in tuple(instance.links.values()))
 
     def refusal(self, name: str) -> str:
         """Why an instance cannot become ready before one side is started anew; empty if it can."""

@@ -18,6 +18,7 @@ from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
 from disagg.machine.descriptors import shortage
 from disagg.machine.processes import ProcessWatch
+from disagg.protocol.connection import PeerConnection
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lending, Member, Welcome, Writing
 from disagg.protocol.peer_effects import Identity, Undecided
 from disagg.protocol.types import PeerRank
@@ -118,6 +119,13 @@ class Handshake:
         """A connected rank of a peer instance."""
         found = self._instances.get(peer.instance)
         return found.ranks.get(peer.rank) if found is not None else None
+
+    def is_connected(self, link: PeerConnection) -> bool:
+        """Whether a rank is connected to as the peer table has it now. Until the loss of an earlier process is carried out, the
+        rank is still that one: rows that were reserved now would count as its own.
+        """
+        rank = self.rank(link.peer)
+        return rank is not None and (rank.epoch, rank.generation) == (link.epoch, link.generation)
 
     def connected(self) -> list[tuple[PeerRank, RemoteRank]]:
         """Every connected rank."""
