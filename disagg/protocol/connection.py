@@ -231,16 +231,16 @@ class PeerConnection:
 
 @dataclass
 class PeerInstance:
-    """A peer. One that is not configured for good is forgotten at `forget_at`. `wanted`: its ranks that this one connects to,
-    once they are known. `members`: those of them that its leader names, by address; others are not taken before `members_at`.
-    `admitted`: nobody but itself has named it. Any thread may read the properties.
+    """A peer. One that is not configured for good is forgotten at `forget_at`. `links` are by rank. `wanted`: its ranks that
+    this one connects to, once they are known. `members`: those of them that its leader names, by address; others are not taken
+    before `members_at`. `admitted`: nobody but itself has named it. Any thread may read the properties.
     """
 
     name: str
     address: str
     public_key: str | None
     forget_at: float = NEVER
-    links: dict[str, PeerConnection] = field(default_factory=dict)
+    links: dict[int, PeerConnection] = field(default_factory=dict)
     wanted: frozenset[int] | None = None
     members: dict[str, int] = field(default_factory=dict)
     members_at: float = 0.0

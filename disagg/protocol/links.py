@@ -36,7 +36,6 @@ class Links:
         self._effects = effects
         self._by_dial: dict[int, PeerConnection] = {}
         self._dials = itertools.count()
-        self._found: dict[PeerRank, PeerConnection] = {}
         self._closed: OrderedDict[PeerRank, tuple[int, int]] = OrderedDict()  # epoch and generation
         self._pending: dict[str, None] = {}  # instances with ranks to connect to or to disconnect from
         self._timers = Timers()
@@ -63,15 +62,7 @@ class Links:
     def to(self, peer: PeerRank) -> PeerConnection | None:
         """The connection to a rank, ready or not."""
         instance = self.instances.get(peer.instance)
-        if instance is None:
-            return None
-        known = self._found.get(peer)
-        if known is not None and instance.links.get(known.address) is known:
-            return known
-        found = next((link for link in instance.links.values() if link.rank == peer.rank), None)
-        if found is not None:
-            self._found[peer] = found
-        return found
+        return instance.links.get(peer.rank) if instance is not None else None
 
     def open(self, instance: PeerInstance, address: str, rank: int, now: float) -> None:
         """Connect to a rank of an instance. If this rank has closed a connection to the same process, another generation
@@ -79,7 +70,7 @@ class Links:
         """
         epoch, generation = self._closed.pop(PeerRank(instance.name, rank), (0, 0))
         link = PeerConnection(instance.name, address, rank, next(self._dials), generation, epoch, hello_at=now)
-        instance.links[address] = link
+        instance.links[rank] = link
         self._dial(instance, link)
 
     def _dial(self, instance: PeerInstance, link: PeerConnection) -> None:
@@ -100,7 +91,7 @@ class Links:
     def close(self, instance: PeerInstance, link: PeerConnection, cause: str, *, expected: bool = False) -> None:
         """Forget a connection."""
         self.drop(link, cause, expected=expected)
-        del instance.links[link.address]
+        del instance.links[link.rank]
         newest = itertools.islice(reversed(self._effects), NUM_NEWEST)
         asked = next((each for each in newest if isinstance(each, Connect) and each.dial == link.dial), None)
         self._forget(link)
@@ -129,7 +120,7 @@ class Links:
     def _ask_leader(self, link: PeerConnection) -> None:
         """A rank is not connected any more: its leader may know of another one in its place."""
         instance = self.instances.get(link.instance)
-        leader = instance.links.get(instance.address) if instance is not None else None
+        leader = instance.links.get(LEADER) if instance is not None else None
         if leader is not None and leader is not link and leader.is_ready:
             leader.hello_by(0.0)
             self.arm(leader)
@@ -165,7 +156,7 @@ class Links:
         if named == instance.members:
             return
         if now < instance.members_at:  # the leader takes these for known now: ask for them anew
-            leader = instance.links[instance.address]
+            leader = instance.links[LEADER]
             leader.ask_by(instance.members_at)
             self.arm(leader)
             return
@@ -186,7 +177,7 @@ class Links:
         others = [link for link in instance.links.values() if named.get(link.address) != link.rank]
         for link in others[:MAX_MOVED]:
             self.close(instance, link, "its leader names another address")
-        missing = [(address, rank) for address, rank in named.items() if address not in instance.links]
+        missing = [(address, rank) for address, rank in named.items() if rank not in instance.links]
         for address, rank in missing[: max(0, MAX_MOVED - len(others))]:
             self.open(instance, address, rank, now)
         if len(others) + len(missing) > MAX_MOVED:

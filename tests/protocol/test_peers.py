@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from disagg.core.errors import ConfigError
+from disagg.protocol.connection import PeerConnection
 from disagg.protocol.messages import Busy, Goodbye, Hello, Lending, Member, Reject, Renew, Welcome, decode, encode
 from disagg.protocol.peer_effects import (
     Connect,
@@ -583,3 +585,15 @@ def test_invalid_limits_are_refused() -> None:
     with pytest.raises(ConfigError, match="heartbeat_timeout_s: expected more than 0 and at most 1000000 seconds, found inf"):
         ConnectionLimits(heartbeat_timeout_s=NEVER)
     assert ConnectionLimits(forget_s=NEVER).forget_s == NEVER
+
+
+def test_nothing_is_kept_of_ranks_whose_instances_come_and_go() -> None:
+    table = peer_table()
+    for number in range(1000):
+        name, address = f"decode-{number}", f"tcp://10.0.1.1:{number + 1}"
+        table.add_peer(name, address, None, 0.0)
+        assert table.link(PeerRank(name, 0)) is None
+        table.remove_peer(name, "it was removed")
+        take_effects(table)
+    gc.collect()
+    assert sum(isinstance(each, PeerConnection) for each in gc.get_objects()) < 200

@@ -265,7 +265,7 @@ def connection_in(state: ConnectionState) -> tuple[PeerTable, PeerConnection]:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
     table.tick(0.0)
-    link = table.instances["decode-0"].links[LEADER]
+    link = table.instances["decode-0"].links[0]
     steps = {
         ConnectionState.GREETING: [],
         ConnectionState.REFUSED: [ConnectionStep.WELCOMED, ConnectionStep.REJECTED],
