@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from typing import TypeVar
 
 from disagg.protocol.messages import (
     Abort,
@@ -15,7 +16,15 @@ from disagg.protocol.messages import (
 )
 from disagg.protocol.types import NEVER, Limits, PeerRank, RequestKey, ids, key_of
 
+K = TypeVar("K", str, PeerRank)
 CONTRADICTION = "this attempt is already reserved, with another nonce or other content"
+
+
+def add(counts: Counter[K], key: K, number: int) -> None:
+    """Add to a count. A count of zero is not kept: names come and go."""
+    counts[key] += number
+    if not counts[key]:
+        del counts[key]
 
 
 def refusal(message: Reserve, reason: str) -> tuple[Abort, Drained]:
@@ -32,23 +41,19 @@ Early = Reserve | Abort | Decline
 
 class Parked:
     """Reserves and declines without a sender yet, and aborts that overtook their reserve; bounded in number and bytes per
-    instance.
+    instance. Reserves count in `num_reserved`, by rank.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, num_reserved: Counter[PeerRank]) -> None:
         self._limits = limits
+        self._num_reserved = num_reserved
         self._messages: dict[bytes, dict[tuple[PeerRank, RequestKey], Early]] = {}
         self._order: OrderedDict[tuple[RequestKey, PeerRank], float] = OrderedDict()
         self._count: Counter[str] = Counter()
-        self._reserves: Counter[PeerRank] = Counter()
         self._nbytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._order)
-
-    def has_reserve(self, peer: PeerRank) -> bool:
-        """Whether a reserve of a rank is parked."""
-        return self._reserves[peer] > 0
 
     def get(self, peer: PeerRank, key: RequestKey) -> Early | None:
         return self._messages.get(key.request_id, {}).get((peer, key))
@@ -56,14 +61,12 @@ class Parked:
     def put(self, peer: PeerRank, key: RequestKey, message: Early, now: float) -> bool:
         """Park a message in place of an earlier one. Returns whether there was room."""
         self.drop(peer, key)
-        whose, nbytes = peer.instance, _nbytes(message)
+        whose = peer.instance
         if self._count[whose] >= self._limits.max_parked_reserves:
             return False
-        if self._nbytes[whose] + nbytes > self._limits.max_parked_nbytes:
+        if self._nbytes[whose] + _nbytes(message) > self._limits.max_parked_nbytes:
             return False
-        self._count[whose] += 1
-        self._reserves[peer] += isinstance(message, Reserve)
-        self._nbytes[whose] += nbytes
+        self._add(peer, message, 1)
         self._messages.setdefault(key.request_id, {})[peer, key] = message
         self._order[key, peer] = now + self._limits.parked_reserve_s
         return True
@@ -103,15 +106,16 @@ class Parked:
 
     def drop(self, peer: PeerRank, key: RequestKey) -> None:
         if self._order.pop((key, peer), None) is not None:
-            self._count[peer.instance] -= 1
             parked = self._messages[key.request_id]
-            message = parked.pop((peer, key))
-            self._nbytes[peer.instance] -= _nbytes(message)
-            self._reserves[peer] -= isinstance(message, Reserve)
-            if not self._reserves[peer]:
-                del self._reserves[peer]  # names come and go
+            self._add(peer, parked.pop((peer, key)), -1)
             if not parked:
                 del self._messages[key.request_id]
+
+    def _add(self, peer: PeerRank, message: Early, sign: int) -> None:
+        """Count a message, or no longer."""
+        add(self._count, peer.instance, sign)
+        add(self._nbytes, peer.instance, sign * _nbytes(message))
+        add(self._num_reserved, peer, sign * isinstance(message, Reserve))
 
     def drop_peer(self, peer: PeerRank) -> None:
         for key, parked in [found for found in self._order if found[1] == peer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from disagg.core.errors import LocalProtocolError
@@ -30,7 +31,9 @@ class SendTable:
         self.offers: dict[Offer, SendSession] = {}
         self.served: dict[RequestKey, set[str]] = {}
         """The instances that each attempt is served to."""
-        self.parked = Parked(limits)
+        self.num_reserved: Counter[PeerRank] = Counter()
+        """The reserves of each rank: those of sessions, and parked ones."""
+        self.parked = Parked(limits, self.num_reserved)
         self.ended = Tombstones(limits.max_tombstones)
 
     def open(self, session: SendSession) -> list[tuple[PeerRank, Early]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.core.leases import Lease
 from disagg.protocol.messages import Abort, Complete, Decline, Drained, Outcome, PartialChecksums, Reserve, Wanted
-from disagg.protocol.parked import CONTRADICTION, Early, refusal
+from disagg.protocol.parked import CONTRADICTION, Early, add, refusal
 from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
 from disagg.protocol.send_table import Readers, SendTable
 from disagg.protocol.timers import Timers, Tombstone, back_off
@@ -55,7 +55,6 @@ class Sends:
         self.table = SendTable(limits, readers_of)
         self.sessions = self.table.sessions
         self.parked = self.table.parked
-        self._num_reserved: Counter[PeerRank] = Counter()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -309,7 +308,7 @@ class Sends:
             )
             return
         destination = session.reserve(peer, message)
-        self._num_reserved[peer] += 1
+        add(self.table.num_reserved, peer, 1)
         if session.error is not None:
             self._fail(session, peer, destination, brief(session.error), now)
         else:
@@ -406,14 +405,12 @@ class Sends:
     def _close(self, session: SendSession) -> None:
         """A session has ended. Loans of a destination without another go back."""
         for peer in [peer for peer, destination in session.destinations.items() if destination.reserve is not None]:
-            self._num_reserved[peer] -= 1
-            if not self._num_reserved[peer]:
-                del self._num_reserved[peer]
+            add(self.table.num_reserved, peer, -1)
             self._return_loans(peer)
 
     def has_open(self, peer: PeerRank) -> bool:
         """Whether a rank has reserved for a request that is open, or will be."""
-        return peer in self._num_reserved or self.parked.has_reserve(peer)
+        return peer in self.table.num_reserved
 
     def _return_loans(self, peer: PeerRank) -> None:
         """Something of a rank has ended. If nothing is open, what it has lent goes back."""

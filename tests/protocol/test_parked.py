@@ -282,6 +282,14 @@ def test_thousands_of_unknown_ids_stay_within_bounds_and_affect_no_request() -> 
     assert (len(sessions.sends.parked), sessions.sends.parked._messages) == (0, {})
 
 
+def test_nothing_is_kept_of_instances_whose_reserves_come_and_go() -> None:
+    sessions = Sessions()
+    for number in range(100):
+        sessions.on_message(PeerRank(f"D{number}", 0), reserve(numbered(number)), 0.0)
+        sessions.forget(f"D{number}", 0.0)
+    assert not any(vars(sessions.sends.parked)[name] for name in ("_count", "_nbytes", "_num_reserved", "_messages", "_order"))
+
+
 def test_thousands_of_duplicate_reserves_are_served_once() -> None:
     sessions = Sessions()
     session = send(sessions)
