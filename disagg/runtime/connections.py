@@ -77,8 +77,7 @@ class Connections:
         self._connecting: dict[PeerRank, threading.Thread] = {}
         self._threads: list[threading.Thread] = []
         self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
-        self._lost: dict[tuple[PeerRank, int], None] = {}  # by epoch
-        self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
+        self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}  # by epoch
         self._next_check = 0.0
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.num_losses: Counter[str] = Counter()
@@ -172,10 +171,8 @@ class Connections:
             return
         self._handshake.add(ready.peer, rank)
         self._check_process(ready.peer, rank, now)
-        if (ready.peer, ready.epoch) in self._lost:
-            del self._lost[ready.peer, ready.epoch]
-            self._fencing.pop((ready.peer, ready.epoch), None)
-            self._sessions.receives.peer_back(ready.peer, now, epoch=ready.epoch)
+        self._fencing.pop((ready.peer, ready.epoch), None)
+        self._sessions.receives.peer_back(ready.peer, now, epoch=ready.epoch)
         self._on_connected(ready.peer)
 
     # -- losing ------------------------------------------------------------------------------------------------------
@@ -185,10 +182,6 @@ class Connections:
         level = logging.INFO if lost.expected else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self.num_losses[lost.peer.instance] += 1
-        self._lost.pop((lost.peer, lost.epoch), None)
-        if len(self._lost) >= MAX_FENCING:
-            del self._lost[next(iter(self._lost))]
-        self._lost[lost.peer, lost.epoch] = None
         self._connecting.pop(lost.peer, None)
         direct = self._handshake.is_direct(lost.peer, lost.epoch)
         self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch, generation=lost.generation, direct=direct)
