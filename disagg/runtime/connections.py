@@ -19,7 +19,7 @@ from disagg.protocol.peer_effects import Lost, Ready
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import PeerRank
-from disagg.runtime.handshake import Handshake, RemoteRank
+from disagg.runtime.handshake import Handshake, Peer, RemoteRank
 from disagg.runtime.peer_processes import PeerProcesses
 
 logger = ThreadLog(__name__)
@@ -74,7 +74,6 @@ class Connections:
         self._processes = processes
         self._command = command
         self._on_connected = on_connected
-        self._connecting: dict[PeerRank, threading.Thread] = {}
         self._threads: list[threading.Thread] = []
         self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}  # by epoch
@@ -104,8 +103,8 @@ class Connections:
         self._processes.prune()
         for fencing in self._fencing.values():
             fencing.check(now)
-        for peer, rank in self._handshake.connected() if self._processes.have_ended() else ():
-            self._check_process(peer, rank, now)
+        for peer, found in self._handshake.peers() if self._processes.have_ended() else ():
+            self._check_process(peer, found.remote, now)
         try:
             engine = renewal_due(self._backend)
         except BaseException as error:  # noqa: BLE001 (an engine of a third party's)
@@ -113,8 +112,8 @@ class Connections:
         if due := "; ".join(filter(None, (self._sessions.lender.problem, engine))):
             self._warnings.warning("%s: this manager must be closed and built anew: %s", self._handshake.me, due)
 
-    def _check_process(self, peer: PeerRank, rank: RemoteRank, now: float) -> None:
-        if rank.process is not None and rank.process.has_ended():
+    def _check_process(self, peer: PeerRank, rank: RemoteRank | None, now: float) -> None:
+        if rank is not None and rank.process is not None and rank.process.has_ended():
             self._peers.on_ended(peer, rank.epoch, now)
 
     def check_soon(self) -> None:
@@ -125,15 +124,15 @@ class Connections:
 
     def connect(self, ready: Ready) -> None:
         """Connect the engine to a rank in a thread of its own: a peer that does not answer there delays no other."""
-        connect = self._handshake.connecting(ready.peer, ready.welcome)
+        peer, connect = self._handshake.peer(ready.peer), self._handshake.connecting(ready.peer, ready.welcome)
         name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
-        thread = threading.Thread(target=self._run, args=(ready, connect), name=name, daemon=True)
-        self._connecting[ready.peer] = thread
+        thread = threading.Thread(target=self._run, args=(ready, peer, connect), name=name, daemon=True)
+        peer.connecting = thread
         self._threads = [each for each in self._threads if each.is_alive()]
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
-            del self._connecting[ready.peer]
+            peer.connecting = None
             self._peers.refuse(ready.peer, f"no thread to connect with: {error}", time.monotonic())
             return
         self._threads.append(thread)
@@ -144,11 +143,11 @@ class Connections:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self, ready: Ready, connect: Callable[[], RemoteRank]) -> None:
+    def _run(self, ready: Ready, peer: Peer, connect: Callable[[], RemoteRank]) -> None:
         """In a thread of its own."""
         rank, problem, thread = None, "", threading.current_thread()
         with self._semaphore:
-            if self._connecting.get(ready.peer) is not thread:
+            if peer.connecting is not thread:
                 return  # the peer was lost meanwhile, or connects again
             try:
                 rank = connect()
@@ -157,14 +156,17 @@ class Connections:
             except BaseException as error:  # concerns one peer only, which would be connecting for ever
                 logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
                 problem = f"{type(error).__name__}: {error}"
-        self._command(lambda now: self._finish(ready, thread, rank, problem, now))
 
-    def _finish(self, ready: Ready, thread: threading.Thread, rank: RemoteRank | None, problem: str, now: float) -> None:
-        if self._connecting.get(ready.peer) is not thread:  # the peer was lost meanwhile, or connects again
-            if rank is not None:
+        def finish(now: float) -> None:
+            if peer.connecting is thread:
+                peer.connecting = None
+                self._finish(ready, rank, problem, now)
+            elif rank is not None:  # the peer was lost meanwhile, or connects again
                 self._handshake.discard(ready.peer, rank)
-            return
-        del self._connecting[ready.peer]
+
+        self._command(finish)
+
+    def _finish(self, ready: Ready, rank: RemoteRank | None, problem: str, now: float) -> None:
         if rank is None:
             self._warnings.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
             self._peers.refuse(ready.peer, problem, now)
@@ -182,7 +184,7 @@ class Connections:
         level = logging.INFO if lost.expected else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self.num_losses[lost.peer.instance] += 1
-        self._connecting.pop(lost.peer, None)
+        self._handshake.peer(lost.peer).connecting = None
         direct = self._handshake.is_direct(lost.peer, lost.epoch)
         self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch, generation=lost.generation, direct=direct)
         rank = self._handshake.disconnect(lost.peer, lost.epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from disagg.machine.processes import ProcessWatch
 from disagg.protocol.connection import PeerConnection
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lending, Member, Welcome, Writing
 from disagg.protocol.peer_effects import Identity, Undecided
-from disagg.protocol.types import PeerRank
+from disagg.protocol.types import PeerRank, RequestKey, StartTransfer
 from disagg.runtime.agreements import Agreements
 from disagg.runtime.streams import MakeStream, PreparedPlan, has_small, prepare, stream_maker
 from disagg.transfer.pool_memory import PoolMemory
@@ -67,10 +68,29 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 
 
 @dataclass
+class Peer:
+    """One rank of a peer, from its first hello or welcome until its instance is forgotten. Only the control thread changes it.
+
+    `told`: whether its last processes were told that they may write rows, by epoch. `connecting`: the thread that connects the
+    engine to it. `remote` is there while the engine is connected. `writing`: the engine by which it writes here, as it has said
+    last. `waiting`: the transfers to it that wait for the engine, by request.
+    """
+
+    told: dict[int, bool] = field(default_factory=dict)
+    connecting: threading.Thread | None = None
+    remote: RemoteRank | None = None
+    writing: Writing | None = None
+    waiting: dict[RequestKey, list[StartTransfer]] = field(default_factory=dict)
+
+
+@dataclass
 class _Instance:
     agreement: Agreement
-    ranks: dict[int, RemoteRank] = field(default_factory=dict)
-    writing: dict[int, Writing] = field(default_factory=dict)
+    ranks: dict[int, Peer] = field(default_factory=dict)
+
+    def connected(self) -> list[int]:
+        """The connected ranks."""
+        return [number for number, peer in tuple(self.ranks.items()) if peer.remote is not None]
 
 
 class Handshake:
@@ -98,7 +118,6 @@ class Handshake:
         self._memory = memory
         self._pack_below = pack_below
         self._direct_between_hosts = direct_between_hosts
-        self._direct: dict[PeerRank, dict[int, bool]] = {}  # by epoch
         self._attest = attest
         self._agreements = Agreements(local)
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
@@ -115,26 +134,31 @@ class Handshake:
         found = self._instances.get(instance)
         return found.agreement if found is not None else None
 
+    def peer(self, peer: PeerRank) -> Peer:
+        """A rank of a peer instance. There is nothing of one that is not known."""
+        found = self._instances.get(peer.instance)
+        return Peer() if found is None else found.ranks.get(peer.rank, Peer())
+
+    def peers(self) -> list[tuple[PeerRank, Peer]]:
+        """Every rank of every peer instance."""
+        instances = tuple(self._instances.items())
+        return [(PeerRank(name, number), peer) for name, found in instances for number, peer in tuple(found.ranks.items())]
+
     def rank(self, peer: PeerRank) -> RemoteRank | None:
         """A connected rank of a peer instance."""
-        found = self._instances.get(peer.instance)
-        return found.ranks.get(peer.rank) if found is not None else None
+        return self.peer(peer).remote
 
     def is_connected(self, link: PeerConnection) -> bool:
-        """Whether a rank is connected to as the peer table has it now. Until the loss of an earlier process is carried out, the
-        rank is still that one: rows that were reserved now would count as its own.
+        """Whether the engine is connected as a link is. Until the loss of an earlier process is carried out, it is connected to
+        that one, and rows that were reserved now would count as that one's.
         """
         rank = self.rank(link.peer)
         return rank is not None and (rank.epoch, rank.generation) == (link.epoch, link.generation)
 
-    def connected(self) -> list[tuple[PeerRank, RemoteRank]]:
-        """Every connected rank."""
-        return [(PeerRank(name, rank), each) for name, found in self._instances.items() for rank, each in found.ranks.items()]
-
     def num_connected(self, instance: str) -> int:
         """The number of connected ranks of a peer instance."""
         found = self._instances.get(instance)
-        return len(found.ranks) if found is not None else 0
+        return len(found.connected()) if found is not None else 0
 
     def hello(
         self,
@@ -206,18 +230,18 @@ class Handshake:
         is proved at once. Others write slots, if they can, so that no row waits for a proof that cannot come.
         """
         peer = PeerRank(hello.instance, hello.rank)
-        direct = self._direct.setdefault(peer, {})
-        if hello.epoch not in direct:  # what a process was told first, counts
+        told = self.peer(peer).told
+        if hello.epoch not in told:  # what a process was told first, counts
             attested = self._attest(hello.instance, hello.rank, hello.epoch) is not None
             must_pack = hello.packs and self._pack_below > 0 and not self._direct_between_hosts
-            direct[hello.epoch] = attested or not must_pack
-            if len(direct) > MAX_TOLD:
-                del direct[next(iter(direct))]
-        return self._lend(peer, hello.epoch, hello.generation), direct[hello.epoch]
+            told[hello.epoch] = attested or not must_pack
+            if len(told) > MAX_TOLD:
+                del told[next(iter(told))]
+        return self._lend(peer, hello.epoch, hello.generation), told[hello.epoch]
 
     def is_direct(self, peer: PeerRank, epoch: int) -> bool:
         """Whether a rank at an epoch may have written rows. One that was never told of this rank's memory cannot have."""
-        told = self._direct.get(peer, {})
+        told = self.peer(peer).told
         return told.get(epoch, len(told) == MAX_TOLD)  # it may be among those that are forgotten
 
     def validate_welcome(self, welcome: Welcome) -> tuple[int, frozenset[int]]:
@@ -258,14 +282,15 @@ class Handshake:
         """The agreement with an instance. Raises `Undecided` while it is being computed."""
         known = self._instances.get(theirs.instance)
         if known is None or known.agreement.table_bytes != theirs.table:
-            if known is not None and known.ranks:
-                others = ", ".join(map(str, sorted(known.ranks)))
+            if known is not None and (connected := known.connected()):
+                others = ", ".join(map(str, sorted(connected)))
                 raise Undecided(f"ranks {others} of {theirs.instance!r} are connected with another layout table", retry_s=0.5)
             try:
-                known = _Instance(self._agreements.get(theirs.table))
+                agreement = self._agreements.get(theirs.table)
             except LayoutError as error:
                 raise LayoutError(f"{theirs.instance}/{theirs.rank} and {self.me}: {error}") from error
-            self._instances[theirs.instance] = known
+            known = self._instances.setdefault(theirs.instance, _Instance(agreement))
+            known.agreement = agreement
             if self._identity.leader and (left_out := known.agreement.left_out(self._local)):
                 ours, what = self._identity.instance, ", ".join(left_out)
                 logger.info("%s and %s do not share these optional components, and move none: %s", ours, theirs.instance, what)
@@ -274,6 +299,7 @@ class Handshake:
                 logger.info("%s and %s convert these components to each other's format: %s", self.me, theirs.instance, what)
         if theirs.rank >= known.agreement.num_ranks:
             raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
+        known.ranks.setdefault(theirs.rank, Peer())
         return known.agreement
 
     def connecting(self, peer: PeerRank, welcome: Welcome) -> Callable[[], RemoteRank]:
@@ -326,9 +352,9 @@ class Handshake:
 
     def add(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Make a rank available for transfers."""
-        instance = self._instances[peer.instance]
-        instance.ranks[peer.rank] = rank
-        self._note_writer(instance, peer.rank)
+        found = self.peer(peer)
+        found.remote = rank
+        self._note_writer(found)
         logger.info("%s: %s is ready", self.me, peer)
 
     def writing(self, peer: PeerRank) -> Writing | None:
@@ -341,14 +367,13 @@ class Handshake:
 
     def written_by(self, peer: PeerRank, said: Writing) -> None:
         """A rank has said by which engine it writes here."""
-        instance = self._instances.get(peer.instance)
-        if instance is not None:
-            instance.writing[peer.rank] = said
-            self._note_writer(instance, peer.rank)
+        found = self.peer(peer)
+        found.writing = said
+        self._note_writer(found)
 
-    def _note_writer(self, instance: _Instance, number: int) -> None:
+    def _note_writer(self, peer: Peer) -> None:
         """Tell the engine what a rank has said, if it is connected as it was then."""
-        rank, said = instance.ranks.get(number), instance.writing.get(number)
+        rank, said = peer.remote, peer.writing
         if rank is None or said is None or not isinstance(self._backend, SeveralEngines):
             return
         if (said.epoch, said.generation) == (rank.epoch, rank.generation):
@@ -357,10 +382,8 @@ class Handshake:
     def forget(self, instance: str) -> None:
         """Forget an instance that has no connected ranks."""
         found = self._instances.get(instance)
-        if found is not None and not found.ranks:
+        if found is not None and not found.connected():
             del self._instances[instance]
-            for peer in [peer for peer in self._direct if peer.instance == instance]:
-                del self._direct[peer]
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Close the engine's connection to a rank."""
@@ -370,12 +393,12 @@ class Handshake:
             logger.warning("%s: disconnecting %s: %s: %s", self.me, peer, type(error).__name__, error)
 
     def disconnect(self, peer: PeerRank, epoch: int) -> RemoteRank | None:
-        """Forget a rank at an epoch. Returns the rank, whose engine is to be fenced, or `None` if it was not connected."""
-        instance = self._instances.get(peer.instance)
-        rank = instance.ranks.get(peer.rank) if instance is not None else None
-        if instance is None or rank is None or rank.epoch != epoch:
+        """Disconnect a rank at an epoch. Returns it, whose engine is to be fenced, or `None` if it was not connected."""
+        found = self.peer(peer)
+        rank = found.remote
+        if rank is None or rank.epoch != epoch:
             return None
-        del instance.ranks[peer.rank]
+        found.remote = None
         self.discard(peer, rank)
         return rank
 

@@ -369,8 +369,8 @@ class Runtime:
 
     def _on_forgotten(self, name: str, cause: str) -> None:
         self.openings.fail_all(name, f"peer {name!r} was removed: {cause}")
-        self.handshake.forget(name)
         self.transfers.forget(name, now := time.monotonic())
+        self.handshake.forget(name)
         self.sessions.forget(name, now)
         self.connections.forget(name)
         self.directory.forgotten(name)

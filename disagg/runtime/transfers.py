@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,7 +18,6 @@ from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import (
     CancelTransfers,
     PeerRank,
-    RequestKey,
     ReturnLoans,
     StartTransfer,
     TakeLoans,
@@ -63,13 +62,12 @@ class Transfers:
         self._stats = stats
         self._pack_below = pack_below
         self._on_unreachable = on_unreachable
-        self._unconnected: dict[PeerRank, dict[RequestKey, list[StartTransfer]]] = {}
         self._settled: list[tuple[Settled, SendSession | None]] = []
 
     @property
     def num_unconnected(self) -> int:
         """Transfers that wait for their peer's engine."""
-        return sum(len(starts) for waiting in tuple(self._unconnected.values()) for starts in tuple(waiting.values()))
+        return sum(len(starts) for _, peer in self._handshake.peers() for starts in tuple(peer.waiting.values()))
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
@@ -81,17 +79,17 @@ class Transfers:
         session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
         if session is None:
             return
-        rank = self._handshake.rank(ticket.peer)
-        if rank is None and session.destinations[ticket.peer].ended:  # lost just before: nothing will cancel this
+        peer, destination = self._handshake.peer(ticket.peer), session.destinations[ticket.peer]
+        rank = peer.remote
+        if rank is None and destination.ended:  # lost just before: nothing will cancel this
             self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} is gone")
             return
         if rank is None:
-            self._unconnected.setdefault(ticket.peer, {}).setdefault(ticket.key, []).append(start)
+            peer.waiting.setdefault(ticket.key, []).append(start)
             return
         if not start.is_for(rank.epoch):
             self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} has restarted since it reserved these rows")
             return
-        destination = session.destinations[ticket.peer]
         if rank.prepared is not None:
             bind = functools.partial(bind_prepared, rank.prepared, rank.plan, start)
         else:
@@ -156,23 +154,29 @@ class Transfers:
 
     def connected(self, peer: PeerRank, now: float) -> None:
         """Start what waited for this rank."""
-        for start in itertools.chain(*self._unconnected.pop(peer, {}).values()):
+        for start in self._take_waiting(peer):
             self.start(start, now)
 
     def cancel(self, cancelled: CancelTransfers, now: float) -> None:
         """A request has failed: end its transfers that wait for a connection. The worker asks before it begins one."""
-        for start in self._unconnected.get(cancelled.peer, {}).pop(cancelled.key, []):
+        for start in self._handshake.peer(cancelled.peer).waiting.pop(cancelled.key, ()):
             self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
 
     def lost(self, peer: PeerRank, cause: str, now: float) -> None:
         """Fail what waited for this rank."""
-        for start in itertools.chain(*self._unconnected.pop(peer, {}).values()):
+        for start in self._take_waiting(peer):
             self._sessions.sends.settled(start.ticket, now=now, error=f"{peer} is gone: {cause}")
+
+    def _take_waiting(self, peer: PeerRank) -> Iterator[StartTransfer]:
+        found = self._handshake.peer(peer)
+        waiting, found.waiting = found.waiting, {}
+        return itertools.chain(*waiting.values())
 
     def forget(self, instance: str, now: float) -> None:
         """Fail what waited for the ranks of an instance that is not known any more."""
-        for peer in [peer for peer in self._unconnected if peer.instance == instance]:
-            self.lost(peer, "it was removed", now)
+        for peer, _ in self._handshake.peers():
+            if peer.instance == instance:
+                self.lost(peer, "it was removed", now)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

@@ -145,7 +145,8 @@ def test_an_address_that_another_instance_answers_is_refused() -> None:
 
 def test_a_peer_says_by_which_of_its_engines_it_writes() -> None:
     def writers(manager: KVManager) -> list[str]:
-        return [rank.engine.writer for _, rank in manager._runtime.handshake.connected() if isinstance(rank.engine, AutoPeer)]
+        engines = [peer.remote.engine for _, peer in manager._runtime.handshake.peers() if peer.remote is not None]
+        return [engine.writer for engine in engines if isinstance(engine, AutoPeer)]
 
     with cluster(Side(tp=2), Side(), settings={"backend": lambda options: AutoBackend([LocalBackend(options)])}) as instances:
         until(lambda: writers(instances.decode[0].manager) == ["local"] * 2)

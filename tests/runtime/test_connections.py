@@ -14,6 +14,7 @@ from disagg.backends.base import Fence
 from disagg.protocol.peer_effects import Lost
 from disagg.protocol.types import PeerRank
 from disagg.runtime.connections import MAX_FENCE_S, PROCESS_CHECK_S, Connections
+from disagg.runtime.handshake import Peer
 
 PEER, OTHER = PeerRank("prefill", 0), PeerRank("prefill", 1)
 LATE = 1000.0
@@ -32,7 +33,8 @@ class Fences:
         self.answers: dict[PeerRank, Fence | OSError] = {}
         nothing: Any = SimpleNamespace(
             me="decode/0",
-            connected=list,
+            peer=lambda _: Peer(),
+            peers=list,
             prune=lambda: None,
             have_ended=lambda: False,
             is_direct=lambda *_: False,
