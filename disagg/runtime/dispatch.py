@@ -99,7 +99,7 @@ class Dispatch:
         self._sessions = sessions
         self._connections = connections
         self._resolver = resolver
-        self._resolving: set[int] = set()
+        self._dials: dict[int, str] = {}  # the resolved address of each connection, empty until then
         self._probes = probes
         self._transfers = transfers
         self._worker = worker
@@ -216,10 +216,10 @@ class Dispatch:
     def _carry_out_peer(self, effect: PeerEffect, now: float) -> None:
         match effect:
             case Connect(dial, address, public_key):
-                self._resolving.add(dial)
+                self._dials[dial] = ""
                 self._resolver.resolve(address, functools.partial(self._connect, dial, address, public_key))
             case Disconnect(dial):
-                self._resolving.discard(dial)
+                self._dials.pop(dial, None)
                 self._probes.close(dial)
                 self.channel.disconnect(dial)
             case SendHello(dial, generation, peer_epoch, again):
@@ -238,7 +238,8 @@ class Dispatch:
             case Unanswered(instance, address):
                 logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
             case Probe(dial):
-                self._probes.begin(dial, now)
+                if resolved := self._dials.get(dial):
+                    self._probes.begin(dial, resolved, now)
             case Ready() as ready:
                 self._connections.connect(ready)
             case Lost() as lost:
@@ -250,16 +251,15 @@ class Dispatch:
 
     def _connect(self, dial: int, address: str, public_key: str | None, resolved: str | OSError) -> None:
         """Open a connection to a resolved address, unless it was given up meanwhile."""
-        if dial not in self._resolving:
+        if dial not in self._dials:
             return
-        self._resolving.discard(dial)
         try:
             if isinstance(resolved, OSError):
                 raise PeerUnreachable(f"{address}: the host cannot be resolved: {resolved}")
             if short := self._shortage():
                 raise PeerUnreachable(f"{address}: {short}")
             self.channel.connect(dial, resolved, public_key=public_key)
-            self._probes.add(dial, resolved)
+            self._dials[dial] = resolved
             self._warn_of_limit()
         except DisaggError as error:
             self._warnings.warning("%s: %s", self._handshake.me, error)

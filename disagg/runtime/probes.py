@@ -23,25 +23,19 @@ class Probes:
 
     def __init__(self, on_gone: Callable[[int, str], None]) -> None:
         self._on_gone = on_gone
-        self._addresses: dict[int, str] = {}
-        self._open: dict[int, tuple[socket.socket, float]] = {}
+        self._open: dict[int, tuple[socket.socket, str, float]] = {}
         self.next_tick = NEVER
 
-    def add(self, dial: int, address: str) -> None:
-        """Note the address of a dial, which may be probed until `close`."""
-        self._addresses[dial] = address
-
-    def begin(self, dial: int, now: float) -> None:
+    def begin(self, dial: int, address: str, now: float) -> None:
         """Begin to probe, unless too many are probed, or this one is. What cannot be probed is not."""
-        address = self._addresses.get(dial)
-        if address is None or dial in self._open or len(self._open) >= MAX_PROBES:
+        if dial in self._open or len(self._open) >= MAX_PROBES:
             return
         host, port = parse_address(address, what="peer address")
         try:
             probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError:
             return
-        self._open[dial] = probe, now + PROBE_S
+        self._open[dial] = probe, address, now + PROBE_S
         self.next_tick = now + POLL_S
         try:
             error = probe.connect_ex((host, port))
@@ -54,30 +48,29 @@ class Probes:
         """End the probes that the host has answered, and those that last too long."""
         self.next_tick = now + POLL_S
         poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
-        dials = {probe.fileno(): dial for dial, (probe, _) in self._open.items()}
+        dials = {probe.fileno(): dial for dial, (probe, *_) in self._open.items()}
         for descriptor in dials:
             poll.register(descriptor, select.POLLOUT)
         for descriptor, _ in poll.poll(0) if dials else ():
-            probe, _ = self._open[dials[descriptor]]
+            probe, *_ = self._open[dials[descriptor]]
             self._end(dials[descriptor], probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-        for dial in [dial for dial, (_, until) in self._open.items() if until <= now]:
+        for dial in [dial for dial, (*_, until) in self._open.items() if until <= now]:
             self._end(dial, errno.ETIMEDOUT)
         if not self._open:
             self.next_tick = NEVER
 
     def close(self, dial: int) -> None:
-        """Forget a dial."""
-        self._addresses.pop(dial, None)
+        """End the probe of a dial, if there is one."""
         if (found := self._open.pop(dial, None)) is not None:
             found[0].close()
 
     def close_all(self) -> None:
-        """Forget every dial."""
-        for dial in list(self._addresses):
+        """End every probe."""
+        for dial in list(self._open):
             self.close(dial)
 
     def _end(self, dial: int, error: int) -> None:
-        probe, _ = self._open.pop(dial)
+        probe, address, _ = self._open.pop(dial)
         probe.close()
         if error == errno.ECONNREFUSED:
-            self._on_gone(dial, f"nobody listens at {self._addresses[dial]}")
+            self._on_gone(dial, f"nobody listens at {address}")
