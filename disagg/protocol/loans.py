@@ -85,6 +85,7 @@ class Account:
     `first` are of earlier connections, and `newest` is the last. `wants`: how many more it could fill.
     """
 
+    peer: PeerRank
     epoch: int
     generation: int
     first: int
@@ -119,8 +120,8 @@ class Lender:
         self._numbers = itertools.count(draw(30) * NUMBERS_OF_PROCESS + 1)
         self._accounts: dict[PeerRank, Account] = {}
         self._retired: list[Account] = []  # of ended connections, with slots that are being unpacked
-        self._waiting: deque[PeerRank] = deque()
-        self._changed: dict[PeerRank, None] = {}
+        self._waiting: deque[Account] = deque()
+        self._changed: dict[Account, None] = {}
         self._lost: dict[tuple[PeerRank, int], dict[int, bool]] = {}  # by address: whether it was replaced
 
     @property
@@ -148,9 +149,9 @@ class Lender:
         account = self._accounts.get(peer)
         if account is None or (account.epoch, account.generation) != (epoch, generation):
             if account is not None:
-                self._retire(peer, account)
+                self._retire(account)
             number = next(self._numbers)
-            account = self._accounts[peer] = Account(epoch, generation, number, number)
+            account = self._accounts[peer] = Account(peer, epoch, generation, number, number)
         return Lending(slot_nbytes=self._slots.slot_nbytes, first=account.first)
 
     def ahead(self, peer: PeerRank) -> None:
@@ -159,7 +160,7 @@ class Lender:
         if account is None or self._slots is None or account.num_held:
             return
         if self._slots.num_free > self._slots.total // 2:
-            self._lend(peer, account, max(1, self._slots.batch // 2))
+            self._lend(account, max(1, self._slots.batch // 2))
 
     def on_borrow(self, peer: PeerRank, message: Borrow) -> None:
         """A writer could fill `wanted` slots more than those that it had seen, and gives others back."""
@@ -172,10 +173,10 @@ class Lender:
                 self._slots.give_back(address)
         unseen = sum(number > message.seen for number in account.unfilled)
         account.wants = max(0, message.wanted - unseen)
-        if account.wants and peer not in self._waiting:
-            self._waiting.append(peer)
+        if account.wants and account not in self._waiting:
+            self._waiting.append(account)
         if message.wanted:
-            self._changed[peer] = None  # it asks until it is told
+            self._changed[account] = None  # it asks until it is told
         self._serve()
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None]) -> None:
@@ -188,12 +189,12 @@ class Lender:
         address = account.unfilled.pop(filled.loan, None)
         if address is None:
             if filled.loan not in account.unpacked:
-                self._changed[peer] = None  # it does not know yet that this has arrived
+                self._changed[account] = None  # it does not know yet that this has arrived
             return
         session = begin() if 0 < filled.nbytes <= self._slots.slot_nbytes else None
         if session is None:
             self._slots.give_back(address)
-            self._changed[peer] = None
+            self._changed[account] = None
             self._serve()
             return
         account.unpacked[filled.loan] = address
@@ -205,10 +206,10 @@ class Lender:
         account: Account = slot.account
         self._slots.give_back(account.unpacked.pop(slot.filled.loan))
         if not account.unpacked:
-            if self._accounts.get(slot.peer) is not account:
+            if self._accounts.get(account.peer) is not account:
                 self._retired.remove(account)
             elif not account.wants:
-                self._changed[slot.peer] = None  # else the next loans tell it
+                self._changed[account] = None  # else the next loans tell it
         self._serve()
 
     def _serve(self) -> None:
@@ -217,15 +218,12 @@ class Lender:
         for _ in range(len(self._waiting)):
             if not self._slots.num_free:
                 break
-            peer = self._waiting.popleft()
-            account = self._accounts.get(peer)
-            if account is None:
-                continue
-            account.wants -= self._lend(peer, account, account.wants)
+            account = self._waiting.popleft()
+            account.wants -= self._lend(account, account.wants)
             if account.wants:
-                self._waiting.append(peer)
+                self._waiting.append(account)
 
-    def _lend(self, peer: PeerRank, account: Account, count: int) -> int:
+    def _lend(self, account: Account, count: int) -> int:
         """Lend up to `count` slots. Returns how many."""
         slots = self._slots
         assert slots is not None
@@ -237,32 +235,32 @@ class Lender:
         for _ in range(allowed):
             account.newest = next(self._numbers)
             account.unfilled[account.newest] = slots.take()
-            self._changed[peer] = None
+            self._changed[account] = None
         return max(allowed, 0)
 
     def peer_lost(self, peer: PeerRank, epoch: int, generation: int) -> None:
         """That generation of the connection to a rank at that epoch has ended. Loans to a later one stay."""
         account = self._accounts.get(peer)
         if account is not None and account.epoch == epoch and account.generation <= generation:
-            del self._accounts[peer]
-            self._retire(peer, account)
+            self._retire(self._accounts.pop(peer))
 
     def forget(self, instance: str) -> None:
         """An instance is not known any more. A rank that said hello may never have been connected, and is not lost then."""
         for peer in [peer for peer in self._accounts if peer.instance == instance]:
-            self._retire(peer, self._accounts.pop(peer))
+            self._retire(self._accounts.pop(peer))
 
-    def _retire(self, peer: PeerRank, account: Account) -> None:
+    def _retire(self, account: Account) -> None:
         """Slots that a connection may still write to are not lent again before `peer_quiet`, which may never come. Other
         addresses take their place, as long as there are any.
         """
         assert self._slots is not None
-        self._changed.pop(peer, None)
+        self._changed.pop(account, None)
         if account.unfilled:
-            lost = self._lost.setdefault((peer, account.epoch), {})
+            lost = self._lost.setdefault((account.peer, account.epoch), {})
             lost |= {address: self._slots.replace(address) for address in account.unfilled.values()}
         account.unfilled.clear()
-        account.wants = 0  # it may still wait for its turn
+        if account in self._waiting:
+            self._waiting.remove(account)
         if account.unpacked:
             self._retired.append(account)
         self._serve()
@@ -280,27 +278,26 @@ class Lender:
         if now < self.next_tick:
             return
         self.next_tick = NEVER
-        for peer, account in self._accounts.items():
+        for account in self._accounts.values():
             if now >= account.retry_at and account.unfilled:
-                self._list(peer, account, now)
+                self._list(account, now)
             if account.unfilled:
                 self.next_tick = min(self.next_tick, account.retry_at)
 
     def flush(self, now: float) -> None:
         """Tell each writer whose loans have changed."""
         changed, self._changed = self._changed, {}
-        for peer in changed:
-            account = self._accounts[peer]
+        for account in changed:
             account.retry_s = 0.0
-            self._list(peer, account, now)
+            self._list(account, now)
             self.next_tick = min(self.next_tick, account.retry_at)
 
-    def _list(self, peer: PeerRank, account: Account, now: float) -> None:
+    def _list(self, account: Account, now: float) -> None:
         """Send a writer the list of its loans, and note when to do so again."""
         account.retry_at = NEVER
         if account.unfilled:
             back_off(account, self._limits, now)
-        self._effects.append(SendMessage(peer, Lend(loans=tuple(account.unfilled.items()), newest=account.newest)))
+        self._effects.append(SendMessage(account.peer, Lend(loans=tuple(account.unfilled.items()), newest=account.newest)))
 
 
 M = TypeVar("M", SlotsFilled, Borrow)

@@ -79,13 +79,14 @@ def free_before_unpacking(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_at_a_loss(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Lender, _peer: PeerRank, account: Account) -> None:
+    retire = Lender._retire
+
+    def broken(self: Lender, account: Account) -> None:
         assert self._slots is not None
         for address in account.unfilled.values():
             self._slots.give_back(address)
         account.unfilled.clear()
-        if account.unpacked:
-            self._retired.append(account)
+        retire(self, account)
 
     patch.setattr(Lender, "_retire", broken)
 
