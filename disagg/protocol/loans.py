@@ -320,8 +320,7 @@ class Borrower:
         self._effects = effects
         self._outbox: list[tuple[PeerRank, SlotsFilled | Borrow]] = []
         self._reported: dict[PeerRank, dict[int, _Repeated[SlotsFilled]]] = {}
-        self._asked: dict[PeerRank, _Repeated[Borrow]] = {}
-        self._wishing: set[PeerRank] = set()  # those that may still know of a wish
+        self._wishes: dict[PeerRank, _Repeated[Borrow]] = {}  # of which the receiver may still know
 
     def report(self, peer: PeerRank, key: RequestKey, nonce: int, filled: Filled, now: float) -> None:
         """Report a filled slot to its receiver, until that lists its loan no more."""
@@ -338,7 +337,7 @@ class Borrower:
     def give_back(self, peer: PeerRank, loans: HeldLoans, now: float, *, forgotten: tuple[int, ...] = ()) -> None:
         """Return all unused loans and withdraw the request for more: no request is open towards the peer."""
         returned = (*forgotten, *loans.give_back())
-        if returned or peer in self._wishing:
+        if returned or peer in self._wishes:
             self._ask(peer, Borrow(wanted=0, seen=loans.seen, returned=returned), now)
 
     def take(self, lent: TakeLoans, loans: HeldLoans, now: float, *, is_open: bool) -> None:
@@ -355,11 +354,9 @@ class Borrower:
         """Send a request, and again until it is answered if it wants slots. The receiver lists those that are not given back,
         until they are.
         """
-        self._asked.pop(peer, None)
-        self._wishing.discard(peer)
+        self._wishes.pop(peer, None)
         if message.wanted:
-            self._wishing.add(peer)
-            repeated = self._asked[peer] = _Repeated(msgspec.structs.replace(message, returned=()))
+            repeated = self._wishes[peer] = _Repeated(msgspec.structs.replace(message, returned=()))
             back_off(repeated, self._limits, now)
         self._outbox.append((peer, message))
 
@@ -372,21 +369,20 @@ class Borrower:
                 del reported[number]
             if not reported:
                 del self._reported[peer]
-        asked = self._asked.get(peer)
-        if asked is not None and message.newest > asked.message.seen:
-            del self._asked[peer]
+        wish = self._wishes.get(peer)
+        if wish is not None and message.newest > wish.message.seen:
+            wish.retry_at = NEVER
         self._effects.append(TakeLoans(peer, message.loans, message.newest))
 
     def peer_lost(self, peer: PeerRank) -> None:
         """A rank is gone: nothing more is sent to it."""
         self._reported.pop(peer, None)
-        self._asked.pop(peer, None)
-        self._wishing.discard(peer)
+        self._wishes.pop(peer, None)
 
     def _repeated(self) -> Iterator[tuple[PeerRank, _Repeated[SlotsFilled] | _Repeated[Borrow]]]:
         for peer, found in self._reported.items():
             yield from ((peer, each) for each in found.values())
-        yield from self._asked.items()
+        yield from self._wishes.items()
 
     def tick(self, now: float) -> None:
         """Repeat the messages that were not answered."""

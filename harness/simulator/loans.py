@@ -8,7 +8,7 @@ from functools import partial
 from disagg.core.memory import RemoteRegion
 from disagg.protocol.messages import Filled
 from disagg.protocol.receive_session import ReceiveSession
-from disagg.protocol.types import PeerRank, ReturnLoans, TakeLoans, UnpackSlot
+from disagg.protocol.types import NEVER, PeerRank, ReturnLoans, TakeLoans, UnpackSlot
 from disagg.transfer.staging import Loans
 from harness.simulator.faults import Behaviour, TransferResult
 from harness.simulator.model import Flight, Host, Violation
@@ -197,11 +197,15 @@ class Staging:
 
 def check_loans(hosts: Sequence[Host]) -> None:
     """Every filled slot has arrived, nobody waits for a slot, and every slot is free again."""
-    for host in hosts:
-        if not host.alive:
-            continue
+    living = [host for host in hosts if host.alive]
+    for host in living:
         borrower, lender, pool = host.sessions.borrower, host.sessions.lender, host.slots
-        if borrower._reported or borrower._asked:
-            raise Violation(f"{host.name} still reports filled slots or asks for more: {borrower._reported}, {borrower._asked}")
+        if borrower.next_tick < NEVER:
+            raise Violation(
+                f"{host.name} still reports filled slots or asks for more: {borrower._reported}, {borrower._wishes}"
+            )
         if pool.num_free != pool.total:
             raise Violation(f"{host.name} has {pool.num_free} of {pool.total} slots free, {lender.num_lost} lost")
+    for host in living:
+        if host.sessions.borrower._wishes:
+            raise Violation(f"{host.name} has not withdrawn its wishes for slots: {host.sessions.borrower._wishes}")
