@@ -14,6 +14,7 @@ from disagg.core.thread_log import ThreadLog
 from disagg.core.timeline import TransferPhases
 from disagg.machine.descriptors import shortage, too_many_ranks
 from disagg.protocol.messages import (
+    Borrow,
     Complete,
     Message,
     Reject,
@@ -150,8 +151,8 @@ class Dispatch:
     def _take_request_message(self, peer: PeerRank, message: Message, now: float) -> None:
         if isinstance(message, Complete):
             self._take_complete(peer, message, now)
-        elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
-            return  # the engine is not connected yet; the writer reports the slots again
+        elif isinstance(message, SlotsFilled | Borrow) and self._handshake.rank(peer) is None:
+            return  # the engine is not connected, so no loss would end a loan; the writer sends the message again
         else:
             self._sessions.on_message(peer, message, now)
 

@@ -324,6 +324,7 @@ class Handshake:
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch, process=process)
         sums = functools.cache(lambda: agreement.checksum_plans(self._local, peer.rank, placements))
         try:
+            gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
             prepared = prepare(self._backend, engine, plan) if welcome.direct else None
             if loans is None and prepared is None:
                 _check_copied(plan, peer)
@@ -332,7 +333,6 @@ class Handshake:
         except BaseException:
             self._backend.disconnect(engine)
             raise
-        gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
         return RemoteRank(
             welcome.epoch,
             welcome.generation,

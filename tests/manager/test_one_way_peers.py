@@ -14,10 +14,13 @@ import pytest
 from disagg import ConnectionLimits, new_request_id
 from disagg.backends.base import Fence
 from disagg.core.errors import RequestTimeout
+from disagg.protocol.messages import Borrow
+from disagg.protocol.types import PeerRank
 from disagg.testing.reference import KVModel
+from tests.manager.test_other_hosts import Unprovable
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, FAST_LINKS, Rank, Side, start_side
-from tests.support.inside import depth
+from tests.support.inside import depth, in_control_thread
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 LINKS = dataclasses.replace(FAST_LINKS, forget_s=0.5)
@@ -25,12 +28,15 @@ NOBODY = "tcp://127.0.0.1:9"
 
 
 @contextmanager
-def ranks(*advertised: str | None, links: ConnectionLimits = LINKS) -> Iterator[list[Rank]]:
-    """A prefill rank that admits everybody, and a decode rank for each address that is advertised (`None`: its own)."""
-    started = start_side(MODEL, Side(), "prefill-0", num_layers=2, settings={"admit": "any", "connection_limits": LINKS})
+def ranks(*advertised: str | None, links: ConnectionLimits = LINKS, **more: Any) -> Iterator[list[Rank]]:
+    """A prefill rank that admits everybody, and a decode rank for each address that is advertised (`None`: its own). `more` are
+    settings of all of them.
+    """
+    everybody = {"admit": "any", "connection_limits": LINKS, **more}
+    started = start_side(MODEL, Side(), "prefill-0", num_layers=2, settings=everybody)
     try:
         for number, advertise in enumerate(advertised):
-            settings = {"advertise": advertise, "connection_limits": links}
+            settings = {"advertise": advertise, "connection_limits": links, **more}
             started += start_side(MODEL, Side(), f"decode-{number}", num_layers=2, settings=settings)
             started[-1].manager.add_peer("prefill-0", address=started[0].manager.address)
             started[-1].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
@@ -88,6 +94,16 @@ def test_rows_come_back_from_a_peer_that_was_never_told_of_them(monkeypatch: pyt
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert not event.ok
         until(lambda: event.lease.released)
+
+
+def test_a_writer_that_is_not_connected_borrows_no_slots() -> None:
+    """The loss of its connection would not end the loans: there is none."""
+    with ranks(NOBODY, backend=Unprovable) as (prefill, decode):
+        wish = Borrow(wanted=4, seen=0)
+        in_control_thread(decode.manager, lambda _: decode.manager._runtime.dispatch.send(PeerRank("prefill-0", 0), wish))
+        want(decode, new_request_id())
+        until(lambda: reserved(prefill))  # by the same connection
+        assert prefill.manager._runtime.sessions.lender.num_lent == 0
 
 
 def test_a_transfer_that_begins_as_its_peer_is_removed_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -462,3 +462,31 @@ def test_a_peer_that_does_not_answer_the_engine_delays_no_other_peer() -> None:
             Stalling.go_on.set()
             manager.wait_ready("slow-0", timeout_s=DEADLINE_S)
             assert all(event.ok for event in instances.transfer(20))
+
+
+class Failing(LocalBackend):
+    """An engine that connects, and then fails. `connected`: the peers that it was not disconnected from."""
+
+    connected: ClassVar[list[RemotePeer]] = []
+
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> LocalPeer:
+        self.connected.append(peer := super().connect(endpoint, epoch=epoch, process=process))
+        return peer
+
+    def gathers_from(self, peer: RemotePeer) -> int | None:
+        raise OSError("gathering cannot be measured")
+
+    def disconnect(self, peer: RemotePeer) -> None:
+        self.connected.remove(peer)
+        super().disconnect(peer)
+
+
+def test_an_engine_that_fails_once_it_is_connected_is_disconnected() -> None:
+    ranks = [start_side(MODEL, Side(), name, num_layers=2, settings={"backend": Failing}) for name in ("prefill-0", "decode-0")]
+    try:
+        introduce(*ranks)
+        until(lambda: "gathering cannot be measured" in problem(ranks[1][0].manager))
+    finally:
+        for (rank,) in ranks:
+            rank.manager.close()
+    assert Failing.connected == []
