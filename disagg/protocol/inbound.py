@@ -17,6 +17,7 @@ class Accepted(NamedTuple):
     `Members.num_changes` as of the welcome.
     """
 
+    connection: bytes
     peer: PeerRank
     epoch: int
     dial: int = 0
@@ -28,29 +29,29 @@ class InboundConnections:
 
     def __init__(self) -> None:
         self._accepted: dict[bytes, Accepted] = {}
-        self._newest: dict[PeerRank, bytes] = {}
+        self._newest: dict[PeerRank, Accepted] = {}
 
     def get(self, connection: bytes) -> Accepted | None:
         return self._accepted.get(connection)
 
     def of(self, peer: PeerRank) -> Accepted | None:
         """The connection of a rank."""
-        return self._accepted.get(self._newest.get(peer, b""))
+        return self._newest.get(peer)
 
-    def accept(self, connection: bytes, hello: Hello, *, members: int = 0) -> Accepted:
+    def accept(self, connection: bytes, hello: Hello, *, members: int = 0) -> None:
         """Record a connection whose hello was accepted, in place of its rank's earlier one."""
         peer = PeerRank(hello.instance, hello.rank)
-        for earlier in {connection, self._newest.get(peer, connection)} & self._accepted.keys():
-            self.forget(earlier)
-        accepted = self._accepted[connection] = Accepted(peer, hello.epoch, hello.dial, members)
-        self._newest[peer] = connection
-        return accepted
+        self.forget(connection)
+        if peer in self._newest:
+            self.forget(self._newest[peer].connection)
+        self._accepted[connection] = self._newest[peer] = Accepted(connection, peer, hello.epoch, hello.dial, members)
 
     def is_overtaken(self, connection: bytes, hello: Hello) -> bool:
         """Whether the same process has already been accepted on a connection that it opened later. The hello is late then."""
-        newest = self._newest.get(PeerRank(hello.instance, hello.rank), connection)
-        accepted = self._accepted.get(newest)
-        return newest != connection and accepted is not None and (accepted.epoch == hello.epoch and hello.dial < accepted.dial)
+        newest = self.of(PeerRank(hello.instance, hello.rank))
+        if newest is None or newest.connection == connection:
+            return False
+        return newest.epoch == hello.epoch and hello.dial < newest.dial
 
     def forget(self, connection: bytes) -> Accepted | None:
         """The connection has ended. Returns what it was, if it was accepted."""
@@ -63,13 +64,13 @@ class InboundConnections:
         """Forget the connection of a rank if its process is the one at `epoch`."""
         accepted = self.of(peer)
         if accepted is not None and accepted.epoch == epoch:
-            self.forget(self._newest[peer])
+            self.forget(accepted.connection)
 
     def forget_other(self, peer: PeerRank, epoch: int) -> None:
         """Forget the connection of a rank unless its process is the one at `epoch`."""
         accepted = self.of(peer)
         if accepted is not None and accepted.epoch != epoch:
-            self.forget(self._newest[peer])
+            self.forget(accepted.connection)
 
     def forget_instance(self, name: str, epochs: Set[int] | None) -> None:
         """Forget the ranks of an instance at these epochs (`None`: at any)."""
