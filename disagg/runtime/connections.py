@@ -127,7 +127,7 @@ class Connections:
         peer, connect = self._handshake.peer(ready.peer), self._handshake.connecting(ready.peer, ready.welcome)
         name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
         thread = threading.Thread(target=self._run, args=(ready, peer, connect), name=name, daemon=True)
-        peer.connecting = thread
+        peer.connecting = ready
         self._threads = [each for each in self._threads if each.is_alive()]
         try:
             thread.start()
@@ -145,9 +145,9 @@ class Connections:
 
     def _run(self, ready: Ready, peer: Peer, connect: Callable[[], RemoteRank]) -> None:
         """In a thread of its own."""
-        rank, problem, thread = None, "", threading.current_thread()
+        rank, problem = None, ""
         with self._semaphore:
-            if peer.connecting is not thread:
+            if peer.connecting is not ready:
                 return  # the peer was lost meanwhile, or connects again
             try:
                 rank = connect()
@@ -156,17 +156,14 @@ class Connections:
             except BaseException as error:  # concerns one peer only, which would be connecting for ever
                 logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
                 problem = f"{type(error).__name__}: {error}"
+        self._command(lambda now: self._finish(ready, peer, rank, problem, now))
 
-        def finish(now: float) -> None:
-            if peer.connecting is thread:
-                peer.connecting = None
-                self._finish(ready, rank, problem, now)
-            elif rank is not None:  # the peer was lost meanwhile, or connects again
+    def _finish(self, ready: Ready, peer: Peer, rank: RemoteRank | None, problem: str, now: float) -> None:
+        if peer.connecting is not ready:  # the peer was lost meanwhile, or connects again
+            if rank is not None:
                 self._handshake.discard(ready.peer, rank)
-
-        self._command(finish)
-
-    def _finish(self, ready: Ready, rank: RemoteRank | None, problem: str, now: float) -> None:
+            return
+        peer.connecting = None
         if rank is None:
             self._warnings.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
             self._peers.refuse(ready.peer, problem, now)

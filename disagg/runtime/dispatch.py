@@ -223,10 +223,9 @@ class Dispatch:
                 self._dials.pop(dial, None)
                 self._probes.close(dial)
                 self.channel.disconnect(dial)
-            case SendHello(dial, generation, peer_epoch, again):
+            case SendHello(dial) as sent:
                 leader, to = self._peers.leader_address, self._peers.expected_at(dial)
-                hello = self._handshake.hello(dial, generation, peer_epoch, leader=leader, to=to, again=again)
-                self.channel.send(dial, encode(hello))
+                self.channel.send(dial, encode(self._handshake.hello(sent, leader=leader, to=to)))
             case SendTo(dial, message):
                 self.channel.send(dial, encode(message))
             case ReplyOn(connection, message):

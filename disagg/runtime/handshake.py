@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from disagg.machine.descriptors import shortage
 from disagg.machine.processes import ProcessWatch
 from disagg.protocol.connection import PeerConnection
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lending, Member, Welcome, Writing
-from disagg.protocol.peer_effects import Identity, Undecided
+from disagg.protocol.peer_effects import Identity, Ready, SendHello, Undecided
 from disagg.protocol.types import PeerRank, RequestKey, StartTransfer
 from disagg.runtime.agreements import Agreements
 from disagg.runtime.streams import MakeStream, PreparedPlan, has_small, prepare, stream_maker
@@ -71,13 +70,13 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 class Peer:
     """One rank of a peer, from its first hello or welcome until its instance is forgotten. Only the control thread changes it.
 
-    `told`: whether its last processes were told that they may write rows, by epoch. `connecting`: the thread that connects the
-    engine to it. `remote` is there while the engine is connected. `writing`: the engine by which it writes here, as it has said
-    last. `waiting`: the transfers to it that wait for the engine, by request.
+    `told`: whether its last processes were told that they may write rows, by epoch. `connecting`: as what the engine is being
+    connected to it. `remote` is there while the engine is connected. `writing`: the engine by which it writes here, as it has
+    said last. `waiting`: the transfers to it that wait for the engine, by request.
     """
 
     told: dict[int, bool] = field(default_factory=dict)
-    connecting: threading.Thread | None = None
+    connecting: Ready | None = None
     remote: RemoteRank | None = None
     writing: Writing | None = None
     waiting: dict[RequestKey, list[StartTransfer]] = field(default_factory=dict)
@@ -160,27 +159,18 @@ class Handshake:
         found = self._instances.get(instance)
         return len(found.connected()) if found is not None else 0
 
-    def hello(
-        self,
-        dial: int,
-        generation: int,
-        peer_epoch: int,
-        *,
-        leader: str | None,
-        to: PeerRank | None = None,
-        again: bool = False,
-    ) -> Hello:
-        """This rank's introduction on its connection number `dial`, of that generation to the peer's process at that epoch. The
-        rank `to` is expected there. `leader` is the control address of this instance's leader, if it is known.
+    def hello(self, sent: SendHello, *, leader: str | None, to: PeerRank | None = None) -> Hello:
+        """This rank's introduction. The rank `to` is expected at the other end. `leader` is the control address of this
+        instance's leader, if it is known.
         """
         return Hello(
             **self._header(),
             address=self._identity.address,
-            generation=generation,
-            peer_epoch=peer_epoch,
-            dial=dial,
+            generation=sent.generation,
+            peer_epoch=sent.peer_epoch,
+            dial=sent.dial,
             leader=leader,
-            again=again,
+            again=sent.again,
             to=to,
             packs=self._pack_below > 0,
         )

@@ -22,6 +22,7 @@ from disagg.backends.endpoint import decode_endpoint
 from disagg.core.errors import RemoteProtocolError
 from disagg.layout.agreement import decode_placements
 from disagg.protocol.messages import decode, encode
+from disagg.protocol.peer_effects import SendHello
 from disagg.runtime.keys import KeyPair
 from harness.fuzz import engines, runs
 from harness.fuzz.attacked import AttackedRank, attack
@@ -212,7 +213,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
         rejected_before = num_rejected_hellos(manager)  # the peer may have said hello before it was configured
         manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
-        captured = encode(decode_ranks[0].manager._runtime.handshake.hello(0, 0, 0, leader=None))
+        captured = encode(decode_ranks[0].manager._runtime.handshake.hello(SendHello(0), leader=None))
 
         def curve(pair: KeyPair) -> dict[str, bytes]:
             return {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
-from disagg.protocol.peer_effects import ConnectionLimits, Undecided
+from disagg.protocol.peer_effects import ConnectionLimits, SendHello, Undecided
 from disagg.state import paged
 from harness.ports import free_ports
 from tests.backends.conftest import require_engine
@@ -190,7 +190,7 @@ def test_a_table_that_differs_from_those_of_connected_ranks_waits_for_their_end(
         for one, other in ((prefill, "decode"), (decode, "prefill")):
             one.wait_ready(other, timeout_s=DEADLINE_S)
         handshake = prefill._runtime.handshake
-        hello = decode._runtime.handshake.hello(0, 0, 0, leader=None)
+        hello = decode._runtime.handshake.hello(SendHello(0), leader=None)
         another = msgspec.structs.replace(hello, table=b"another table")
         with pytest.raises(Undecided, match="ranks 0 of 'decode' are connected with another layout table"):
             handshake.accept_hello(another, tuple)
