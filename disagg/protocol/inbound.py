@@ -60,18 +60,6 @@ class InboundConnections:
             del self._newest[accepted.peer]
         return accepted
 
-    def forget_epoch(self, peer: PeerRank, epoch: int) -> None:
-        """Forget the connection of a rank if its process is the one at `epoch`."""
-        accepted = self.of(peer)
-        if accepted is not None and accepted.epoch == epoch:
-            self.forget(accepted.connection)
-
-    def forget_other(self, peer: PeerRank, epoch: int) -> None:
-        """Forget the connection of a rank unless its process is the one at `epoch`."""
-        accepted = self.of(peer)
-        if accepted is not None and accepted.epoch != epoch:
-            self.forget(accepted.connection)
-
     def forget_instance(self, name: str, epochs: Set[int] | None) -> None:
         """Forget the ranks of an instance at these epochs (`None`: at any)."""
         for connection, accepted in list(self._accepted.items()):

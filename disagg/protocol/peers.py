@@ -258,8 +258,9 @@ class PeerTable:
 
     def on_ended(self, peer: PeerRank, epoch: int, now: float) -> None:
         """The process of a rank at this epoch is proved to have ended. What it sent and is read from now on counts no more."""
-        self._inbound.forget_epoch(peer, epoch)
-        link = self.link(peer)
+        accepted, link = self._inbound.of(peer), self.link(peer)
+        if accepted is not None and accepted.epoch == epoch:
+            self._inbound.forget(accepted.connection)
         if link is not None and link.epoch == epoch:
             self._links.lose(link, "its process has ended", now)
 
@@ -464,11 +465,13 @@ class PeerTable:
         instance = self.instances[link.instance]
         instance.wanted = wanted
         if is_first:
-            self._inbound.forget_other(link.peer, link.epoch)
-            if self._inbound.of(link.peer) is None:
-                link.expect(now + self._limits.connect_back_s)
-            else:
+            accepted = self._inbound.of(link.peer)
+            if accepted is not None and accepted.epoch == link.epoch:
                 link.confirm()
+            else:
+                if accepted is not None:
+                    self._inbound.forget(accepted.connection)
+                link.expect(now + self._limits.connect_back_s)
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:
             self._links.take_members(instance, welcome.members, now)

@@ -81,14 +81,12 @@ class Transfers:
             return
         peer, destination = self._handshake.peer(ticket.peer), session.destinations[ticket.peer]
         rank = peer.remote
-        if rank is None and destination.ended:  # lost just before: nothing will cancel this
-            self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} is gone")
-            return
-        if rank is None:
+        if rank is None and not destination.ended:
             peer.waiting.setdefault(ticket.key, []).append(start)
             return
-        if not start.is_for(rank.epoch):
-            self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} has restarted since it reserved these rows")
+        if rank is None or not start.is_for(rank.epoch):  # lost just before, nothing will cancel this
+            what = "is gone" if rank is None else "has restarted since it reserved these rows"
+            self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} {what}")
             return
         if rank.prepared is not None:
             bind = functools.partial(bind_prepared, rank.prepared, rank.plan, start)
