@@ -222,7 +222,7 @@ class ReceiveSession:
     tag: Any
     verify: Verify = "off"
     trace: str = ""
-    state: ReceiveState = ReceiveState.OPEN
+    state: ReceiveState = ReceiveState.WAITING
     error: DisaggError | None = None
     payload: bytes = b""
     lease: Lease = field(default_factory=Lease)

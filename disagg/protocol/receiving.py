@@ -91,10 +91,10 @@ class Receives:
             PeerRank(peer, rank): Writer({name: Coverage(*awaited) for name, awaited in parts.items()})
             for rank, parts in sorted(expected.items())
         }
+        lease = lease or Lease()
         session = ReceiveSession(
-            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, trace, ReceiveState.WAITING
+            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, trace, lease=lease
         )
-        session.lease = lease or session.lease
         self.sessions[peer, key] = session
         self._timers.arm(session)
         if ready:

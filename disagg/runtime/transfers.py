@@ -6,7 +6,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -183,7 +182,8 @@ class Transfers:
         if isinstance(report, Unpacked):
             self._take_unpacked(report, now)
             return
-        ticket: Any = report.ticket
+        ticket = report.ticket
+        assert isinstance(ticket, Ticket)
         if isinstance(report, SlotFilled):
             filled = Filled(report.loan, ticket.chunk, report.parts, report.offset, report.nbytes)
             self._sessions.slot_filled(ticket, filled, now)
@@ -195,7 +195,8 @@ class Transfers:
             self._take_settled(ticket, report, now)
 
     def _take_unpacked(self, report: Unpacked, now: float) -> None:
-        slot: UnpackSlot = report.token
+        slot = report.token
+        assert isinstance(slot, UnpackSlot)
         session: ReceiveSession = slot.session
         self._stats.unpack_s += report.seconds
         if session.state is ReceiveState.OPEN:

@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True):
 class Unpack(msgspec.Struct, frozen=True):
     """A slot of this side to scatter: `nbytes` of `stream()` from `offset` on lie at `address`."""
 
-    token: Any
+    token: object
     stream: Callable[[], PackedStream]
     address: int
     offset: int
@@ -103,7 +103,7 @@ class SlotsWanted(msgspec.Struct, frozen=True):
 class Unpacked(msgspec.Struct, frozen=True):
     """Report: a slot was scattered, or could not be, for the reason `error`."""
 
-    token: Any
+    token: object
     nbytes: int
     error: str
     seconds: float
