@@ -87,6 +87,7 @@ class Sends:
             match message:
                 case Reserve():
                     self.on_reserve(peer, message, now)
+                    self._return_loans(peer)  # it may have been refused
                 case Decline():
                     self.on_decline(peer, message, now)
                 case _:

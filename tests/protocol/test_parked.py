@@ -282,6 +282,14 @@ def test_thousands_of_unknown_ids_stay_within_bounds_and_affect_no_request() -> 
     assert (len(sessions.sends.parked), sessions.sends.parked._messages) == (0, {})
 
 
+def test_loans_go_back_to_a_rank_whose_parked_reserve_is_refused() -> None:
+    sessions = Sessions()
+    for peer in (D0, E0):
+        sessions.on_message(peer, reserve(), 0.0)
+    send(sessions)
+    assert [effect.peer for effect in sessions.effects if isinstance(effect, ReturnLoans)] == [E0]
+
+
 def test_nothing_is_kept_of_instances_whose_reserves_come_and_go() -> None:
     sessions = Sessions()
     for number in range(100):
