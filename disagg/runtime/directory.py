@@ -147,9 +147,10 @@ class Directory:
     def is_ready(self, name: str) -> bool:
         """Whether every rank of an instance that this one connects to is connected."""
         instance = None if name in self._changing else self._peers.instances.get(name)
-        if instance is None or not instance.ready:
+        if instance is None or instance.wanted is None:
             return False
-        return all(self._handshake.is_connected(link) for link in tuple(instance.links.values()))
+        links = [instance.links.get(rank) for rank in instance.wanted]
+        return all(link is not None and link.is_ready and self._handshake.is_connected(link) for link in links)
 
     def refusal(self, name: str) -> str:
         """Why an instance cannot become ready before one side is started anew; empty if it can."""
