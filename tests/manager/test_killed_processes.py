@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import time
@@ -91,3 +92,43 @@ def test_rows_come_back_when_their_writer_executes_another_program(engine: str) 
         assert not event.ok
         until(lambda: event.lease.released)
         assert child.is_alive()
+
+
+def keep_a_connection(pipe: Connection, engine: str, address: str, request: bytes) -> None:
+    """A writer whose reader has reserved rows, and is connected to another service of this process, until it is killed."""
+    with (
+        manager(name="writer", backend=engine, connection_limits=LIMITS, peers={"reader": address}) as writer,
+        socket.create_server(("127.0.0.1", 0)) as service,
+    ):
+        pipe.send((writer.address, service.getsockname()))
+        kept = service.accept()
+        sender = writer.sender(request, peer="reader")
+        until(lambda: sender.needed("kv") is not None)
+        pipe.send(kept[1])
+        pipe.recv()
+
+
+@pytest.mark.parametrize("engine", ["cma", "mooncake", "nixl"])
+def test_rows_come_back_though_another_connection_to_their_dead_writer_stays_half_closed(engine: str) -> None:
+    """As an HTTP client keeps one to a server, for as long as it does not use it."""
+    if engine in ENGINES:
+        require_engine(*ENGINES[engine])
+    context, request = multiprocessing.get_context("spawn"), new_request_id()
+    with manager(name="reader", backend=engine, connection_limits=LIMITS) as reader, ExitStack() as stack:
+        pipe, theirs = context.Pipe()
+        child = context.Process(target=keep_a_connection, args=(theirs, engine, reader.address, request))
+        child.start()
+        stack.callback(child.kill)
+        assert pipe.poll(3 * DEADLINE_S)
+        address, service = pipe.recv()
+        kept = stack.enter_context(socket.create_connection(service))
+        reader.add_peer("writer", address=address)
+        receiver = reader.receiver(request, peer="writer", rows={"kv": Pages(np.array([0]))}, need={"kv": (0, 4)})
+        assert pipe.poll(3 * DEADLINE_S)
+        assert pipe.recv() == kept.getsockname()
+        child.kill()
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert event is not None
+        assert not event.ok
+        until(lambda: event.lease.released)
+        assert kept.recv(1) == b"", "half closed, with nothing to read"
