@@ -189,12 +189,13 @@ class Finish:
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, once a step.
 
-    `wanted` are transfers that requests in the queue still need. `aborts` are requests that the server has ended, `given_up`
-    ids of transfers that will not be. Of the requests in `held` vLLM keeps the blocks until they have been sent, and of those
-    in `kept` the scheduler half does.
+    `unloadable` are requests that vLLM waits for and that cannot be loaded. `wanted` are transfers that requests in the queue
+    still need. `aborts` are requests that the server has ended, `given_up` ids of transfers that will not be. Of the requests
+    in `held` vLLM keeps the blocks until they have been sent, and of those in `kept` the scheduler half does.
     """
 
     loads: list[Load] = field(default_factory=list)
+    unloadable: list[str] = field(default_factory=list)
     declines: list[HandOff] = field(default_factory=list)
     wanted: list[HandOff] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)

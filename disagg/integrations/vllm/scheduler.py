@@ -122,6 +122,8 @@ class SchedulerHalf:
         """The transfer of each request that the workers load."""
         self._unplaced: Request | None = None
         """The last request that vLLM asked about in this step, until it has blocks."""
+        self._offered: dict[str, TokenRange] = {}
+        """The tokens of each request that are loaded if vLLM places it, until it does."""
         self._loaded: OrderedDict[tuple[str, int], None] = OrderedDict()
         """Transfers, with their attempt, that have been loaded or are: the last `NUM_LOADED`."""
         self._of_others: dict[str, HandOff] = {}
@@ -302,6 +304,7 @@ class SchedulerHalf:
         """Hand over a prefilled request and keep its blocks until decode has them; stop one that the server has aborted."""
         req_id = request.request_id
         self._queue.remove(req_id)
+        self._offered.pop(req_id, None)
         move_id, told = self._moves.remove(request)
         prefill = self._prefills.pop(req_id, None)
         if req_id in self._loading:
@@ -384,22 +387,34 @@ class SchedulerHalf:
         if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
             _use(request)
             return 0, False
-        count = 0 if hand_off is None else self._num_loadable(request, hand_off, num_computed) - num_computed
-        return (count, True) if count > 0 else (0, False)
+        stop = 0 if hand_off is None else self._num_loadable(request, hand_off, num_computed)
+        self._offered[request.request_id] = num_computed, stop
+        return (stop - num_computed, True) if stop > num_computed else (0, False)
 
-    @guarded(lambda: None)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Load into the blocks of a request; decline it if there is nothing to load."""
+        """Load into the blocks of a request; decline it if there is nothing to load. If it cannot be loaded, the workers report
+        that: vLLM would wait for ever.
+        """
         self._unplaced = None
-        hand_off = self._unresolved(request)
-        if hand_off is None:
-            return
-        _use(request)  # only once, also if the request is preempted later
-        if num_external == 0:
+        hand_off, is_loaded = None, False
+        with logged(f"request {request.request_id}: its load has failed"):
+            hand_off = self._unresolved(request)
+            if hand_off is not None:
+                _use(request)  # only once, also if the request is preempted later
+                is_loaded = num_external > 0 and self._load(request, hand_off, blocks, num_external)
+        self._offered.pop(request.request_id, None)
+        if hand_off is not None and not is_loaded:
             self._step.declines.append(hand_off)
-            return
-        stop = _num_common(request, hand_off)
-        start = stop - num_external
+        if num_external > 0 and not is_loaded:
+            self._step.unloadable.append(request.request_id)
+
+    def _load(self, request: Request, hand_off: HandOff, blocks: KVCacheBlocks, num_external: int) -> bool:
+        """Whether the workers load a request. All that was offered, or nothing: windows and states are of the last token."""
+        start, stop = self._offered.get(request.request_id, (0, 0))
+        if stop - start != num_external:
+            found = f"expected to load {stop - start} tokens, found that vLLM takes {num_external}"
+            logger.warning("request %s: its load has failed: %s", request.request_id, found)
+            return False
         needs = self._needs(hand_off, start, stop)
         self._keep_out_of_cache(request.request_id, needs)
         prompt = self._prompts.digest(request, stop)
@@ -408,6 +423,7 @@ class SchedulerHalf:
         self._loaded[_transfer(hand_off)] = None
         if len(self._loaded) > NUM_LOADED:
             self._loaded.popitem(last=False)
+        return True
 
     def _keep_out_of_cache(self, req_id: str, needs: Sequence[TokenRange]) -> None:
         """Let no other request find a block that is loaded in part: vLLM would cache it as if it were whole.

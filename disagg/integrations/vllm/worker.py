@@ -171,6 +171,9 @@ class WorkerHalf:
             self._receives[load.req_id] = receive = Receive(load.req_id, load.stop - load.start, load.stop, load.prompt)
             if not self._attempt(partial(self._receive, load, receive), load.req_id):
                 self._end_receive(receive, ok=False)
+        for req_id in step.unloadable:
+            self._receives[req_id] = receive = Receive(req_id, 0, 0, "")
+            self._end_receive(receive, ok=False)
 
     def save(self, step: StepMetadata) -> None:
         """Send what this step has computed. On a GPU it is read once the step has run there."""

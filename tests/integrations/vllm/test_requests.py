@@ -23,6 +23,7 @@ from disagg import new_request_id
 from disagg.integrations.vllm import DisaggConnector, worker
 from disagg.integrations.vllm.metadata import Place
 from disagg.integrations.vllm.metrics import TransferStats
+from disagg.integrations.vllm.scheduler import SchedulerHalf
 from harness.vllm.engine import PREFILL, Engine
 from tests.integrations.vllm.requests import (
     ask_both,
@@ -506,6 +507,40 @@ def test_a_slow_name_server_holds_up_no_step(pair: tuple[Engine, Engine]) -> Non
     (found,) = decode.wait([waiting], timeout_s=20.0)  # `load_timeout_s` is 30
     assert found.num_external == 0
     check_equal(decode.generate([slow], max_tokens=4), [found])
+
+
+OFFER = SchedulerHalf.get_num_new_matched_tokens
+
+
+def offer_fewer(_: object) -> None:
+    """In an engine's process: from now on vLLM takes whole blocks only, as it does where it computes the rest again itself."""
+
+    def offer(self: SchedulerHalf, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        count, between_steps = OFFER(self, request, num_computed)
+        return None if count is None else count - count % 64, between_steps
+
+    SchedulerHalf.get_num_new_matched_tokens = offer  # type: ignore[method-assign]
+
+
+def offer_all(_: object) -> None:
+    """In an engine's process: the end of `offer_fewer`."""
+    SchedulerHalf.get_num_new_matched_tokens = OFFER  # type: ignore[method-assign]
+
+
+def test_requests_of_which_vllm_loads_fewer_tokens(pair: tuple[Engine, Engine]) -> None:
+    """They are computed by decode, and prefill does not keep their blocks until its time is over. Others are handed over."""
+    prefill, decode = pair
+    asked = prompts((100, 200, 129), seed=36)
+    failed = decode.counts["failed_loads"]
+    decode.run(offer_fewer)
+    found = hand_over(prefill, decode, asked)
+    decode.run(offer_all)
+    check_equal(prefill.generate(asked, max_tokens=16), found)
+    assert num_external(found) == [0, 0, 128]
+    wait_empty(prefill, decode)
+    assert decode.counts["failed_loads"] - failed == 2
+    (other,) = prompts((100,), seed=37)
+    assert num_external(hand_over(prefill, decode, [other])) == [99]
 
 
 RECORDS: list[logging.LogRecord] = []

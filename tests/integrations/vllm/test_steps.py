@@ -146,6 +146,7 @@ class Server:
     def __post_init__(self) -> None:
         self.memory = Memory(self.caches)
         self.loading: dict[str, tuple[Load, list[int]]] = {}
+        self.unloadable: set[str] = set()
         address = RankAddress(engine_id="here", address="tcp://127.0.0.1:1", public_key=None, is_alone=True)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): address})
         self.num_blocks = self.num_free
@@ -169,7 +170,7 @@ class Server:
         """Run one step, after which the workers report what is `done`. Returns the metadata that they got, the number of tokens
         computed of each request, and the outputs.
         """
-        for name in done.get("finished_recving", ()):
+        for name in set(done.get("finished_recving", ())) - self.unloadable:
             self.memory.load(*self.loading.pop(name), fails=name in done.get("failed_recving", ()))
         planned = self.scheduler.schedule()
         names = list(planned.num_scheduled_tokens)
@@ -190,6 +191,7 @@ class Server:
         outputs = self.scheduler.update_from_output(planned, computed)
         told = planned.kv_connector_metadata
         assert isinstance(told, StepMetadata)
+        self.unloadable |= set(told.unloadable)
         self.loading |= {each.req_id: (each, list(self.scheduler.requests[each.req_id].all_token_ids)) for each in told.loads}
         return told, planned.num_scheduled_tokens, [each for found in outputs.values() for each in found.outputs]
 
@@ -451,6 +453,42 @@ def test_an_aborted_load_is_ended_whatever_fails_then(server: Start, monkeypatch
     told, *_ = decode.step()
     assert told.aborts == [request.request_id]
     decode.step(finished_recving={request.request_id})
+
+
+def test_a_load_that_cannot_be_begun_fails_at_once(server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its request would wait for a load that no worker has begun."""
+    decode = server()
+    request = decode.add(80, handed_over())
+    with monkeypatch.context() as broken:
+        broken.setattr(Prompts, "digest", fail)
+        told, *_ = decode.step()
+    assert (told.unloadable, told.loads) == ([request.request_id], [])
+    assert [each.remote_request_id for each in told.declines] == [request.kv_transfer_params["remote_request_id"]]
+    decode.step(finished_recving={request.request_id}, failed_recving={request.request_id})
+    assert decode.run(request) == 0
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["full", "windows"])
+def test_fewer_tokens_than_were_offered_are_not_loaded(
+    server: Start, specs: Sequence[KVCacheSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VLLM may take fewer of the tokens that a connector has, for instance whole blocks only."""
+    decode = server(specs=specs)
+    offer = decode.scheduler.connector.get_num_new_matched_tokens
+
+    def cut(request: Request, num_computed: int) -> tuple[int, bool]:
+        count, between_steps = offer(request, num_computed)
+        return count - count % BLOCK, between_steps
+
+    monkeypatch.setattr(decode.scheduler.connector, "get_num_new_matched_tokens", cut)
+    request = decode.add(80, handed_over())
+    told, *_ = decode.step()
+    assert (told.unloadable, told.loads) == ([request.request_id], [])
+    assert "expected to load 79 tokens, found that vLLM takes 64" in caplog.text
+    decode.step(finished_recving={request.request_id}, failed_recving={request.request_id})
+    decode.run(request)
+    decode.check_empty()
 
 
 MIXES: dict[str, tuple[KVCacheSpec, ...]] = {
