@@ -6,7 +6,7 @@ import pytest
 
 from harness.turns.command import run_case
 
-NUM_ANSWERS = {"mistral": 60, "llama-retracted": 60}
+NUM_ANSWERS = {"mistral": 80, "llama-retracted": 60}
 
 
 @pytest.mark.parametrize("case", NUM_ANSWERS)
