@@ -1,48 +1,56 @@
 """`DisaggConnector` on vLLM 0.23, for measurements only: it is the last version for PyTorch 2.11.
 
 Its hooks differ from those of 0.32: it saves nothing in steps that compute nothing, computes failed loads again in models with
-one KV cache group only, and gives the scheduler's connector no manager of blocks. Windowed models and FP8 caches were not run.
-On vLLM 0.32 this module has the connector as it is.
+one KV cache group only, and gives the scheduler's connector no manager of blocks. A server with no request takes no step for
+one that it keeps. On vLLM 0.32 this module has the connector as it is.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, KVConnectorWorkerMetadata
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from disagg.core.errors import ConfigError
-from disagg.core.topology import Topology
-from disagg.layout.placement import Component
-from disagg.state import paged
 
 IS_OLDER = not hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Whether this is vLLM 0.23."""
 
 
+PLAIN = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+BY_HEAD = (FullAttentionSpec, SlidingWindowSpec)
+
+
 def _is_plain(spec: KVCacheSpec) -> bool:
     """Whether a layer with attention has one plain vector per token and head."""
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or spec.kv_quant_mode is not KVQuantMode.NONE:
-        return False
-    return type(spec) is FullAttentionSpec or (spec.compress_ratio == 1 and spec.cache_dtype_str != "fp8_ds_mla")
+    if type(spec) is MLAAttentionSpec:
+        is_plain = spec.compress_ratio == 1 and spec.cache_dtype_str != "fp8_ds_mla"
+        return is_plain and spec.kv_quant_mode is KVQuantMode.NONE
+    return type(spec) in BY_HEAD and spec.kv_quant_mode in PLAIN
+
+
+def _plane_nbytes(spec: KVCacheSpec) -> int | None:
+    """The bytes of a token's K, or of its V, which are planes of a block on a GPU."""
+    return spec.num_kv_heads * spec.head_size * spec.dtype.itemsize if type(spec) in BY_HEAD else None
 
 
 def _add_names() -> None:
@@ -52,8 +60,16 @@ def _add_names() -> None:
     sys.modules.setdefault(hits.__name__, hits)
     KVCacheGroupSpec.enable_kv_transfer, KVCacheGroupSpec.host_resident = True, False
     KVCacheSpec.tokens_per_state = property(lambda spec: int(_is_plain(spec)))
-    KVCacheSpec.state_content_bytes = KVCacheSpec.num_head_slots = None
+    KVCacheSpec.num_head_slots = property(lambda spec: 2 if type(spec) in BY_HEAD else None)
+    KVCacheSpec.state_content_bytes = property(_plane_nbytes)
+    KVCacheSpec.dcp_sharded = property(lambda spec: isinstance(spec, FullAttentionSpec))
+    MLAAttentionSpec.cache_role = SimpleNamespace(value="latent")
+    MLAAttentionSpec.head_size_v = property(lambda _: 0, lambda *_: None)
+    MambaSpec.tp_replicated = False
     VllmConfig.diffusion_config = VllmConfig.watermark_config = None
+    SpeculativeConfig.uses_draft_kv_cache = lambda own: own.use_eagle() or own.uses_draft_model()
+    SpeculativeConfig.use_multi_module_mtp = lambda _: False
+    SpeculativeConfig.use_heterogeneous_vocab = False
 
 
 if IS_OLDER:
@@ -65,22 +81,19 @@ from disagg.integrations.vllm.metadata import BlockIds, WorkerReport  # noqa: E4
 _attention = layout._attention
 
 
-def _older_attention(
-    config: VllmConfig,
-    name: str,
-    layers: Mapping[int, str],
-    tensors: Mapping[int, torch.Tensor],
-    spec: Any,
-    *,
-    num_kv_heads: int,
-    topology: Topology,
-    **placed: Any,
-) -> Component:
-    """K and V, which on a GPU vLLM 0.23 gives as `[block, K or V, token, head, dim]`."""
-    if next(iter(tensors.values())).dim() != 5:
-        return _attention(config, name, layers, tensors, spec, num_kv_heads=num_kv_heads, topology=topology, **placed)
-    views = {layer: (tensor[:, 0], tensor[:, 1]) for layer, tensor in tensors.items()}
-    return paged.gqa(views, axes="nhd", num_kv_heads=num_kv_heads, topology=topology, name=name, **placed)
+def _older_attention(config: VllmConfig, name: str, layers: Any, tensors: Any, spec: Any, **placed: Any) -> Any:
+    """K and V, which on a GPU vLLM 0.23 gives as `[block, K or V, token, head, dim]`: planes, as 0.32 has them elsewhere."""
+    planes = {layer: tensor.view(*tensor.shape[:3], -1) if tensor.dim() == 5 else tensor for layer, tensor in tensors.items()}
+    return _attention(config, name, layers, planes, spec, **placed)
+
+
+_make_manager = KVCacheManager.__init__
+
+
+def _make_known_manager(manager: KVCacheManager, *args: Any, **options: Any) -> None:
+    """Let a manager of blocks be found: vLLM 0.23 gives a connector the pool of blocks only."""
+    _make_manager(manager, *args, **options)
+    manager.block_pool.coordinator = manager.coordinator
 
 
 @dataclass
@@ -101,7 +114,7 @@ class Requests:
     """
 
     def __init__(self, block_pool: BlockPool) -> None:
-        self.block_pool = block_pool
+        self.block_pool, self.coordinator = block_pool, block_pool.coordinator
         self._requests: dict[str, tuple[Request, KVCacheBlocks]] = {}
 
     def add(self, request: Request, blocks: KVCacheBlocks) -> None:
@@ -203,5 +216,5 @@ class OlderConnector(connector.DisaggConnector):
 
 
 if IS_OLDER:
-    layout._attention = _older_attention
+    layout._attention, KVCacheManager.__init__ = _older_attention, _make_known_manager
 DisaggConnector = OlderConnector if IS_OLDER else connector.DisaggConnector
