@@ -11,6 +11,10 @@ All servers run at the same time, prefill on the first half of the GPUs and deco
 * `nothing`: prefill without a connector asked first, and a decode server that loads between steps without moving anything.
 * `nixl`: vLLM's NixlConnector, prefill asked first.
 
+With `--fp8` there are other servers instead, which have KV in bfloat16 or FP8, and decode has memory for `FP8_CLIENTS` of the
+requests under load in bfloat16. `both` is bfloat16 on both sides, `to_fp8` FP8 on decode only, `fp8` on both; both servers are
+asked at once. `kv_blocks`: the blocks of each decode server.
+
 `rows`: milliseconds from the client's request to its first token, medians without other requests. `prefill_ms` is the time
 until a prefill server has answered that is asked first, and `*_second_ms` the time to the second token. All ways take turns.
 `load`: requests per second of a number of clients, each with one request at a time; quantiles of the first token, of the whole
@@ -24,6 +28,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import secrets
 import signal
 import statistics
@@ -39,7 +44,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.gpu.vllm_clients import WARM_UP, Plan
-from benchmarks.gpu.vllm_connectors import PREFILL
+from benchmarks.gpu.vllm_connectors import FP8, PREFILL
 from benchmarks.gpu.vllm_load import figures, read_stream, run_clients
 from benchmarks.gpu.vllm_requests import Broken, Reply, prompt_of
 from benchmarks.gpu.vllm_servers import LARGE, Wanted, running, start, terminate
@@ -49,6 +54,9 @@ from harness.conditions import conditions
 from harness.servers import Server, completion
 
 PATIENCE_S = 60.0
+FP8_CLIENTS = 16
+SMALLER = (128 << 10) * (2048 + 128) * FP8_CLIENTS
+"""Bytes of KV for so many requests under load in bfloat16, of 128 KiB a token."""
 FAILURES = (*Broken, aiohttp.ClientError, TimeoutError)
 Ask = Callable[[aiohttp.ClientSession, Sequence[int]], Awaitable[Reply]]
 
@@ -72,6 +80,8 @@ class Ways:
         found: dict[str, tuple[tuple[str, ...], Callable[..., Awaitable[Reply]]]] = {
             "two_undivided" if is_load else "undivided": (undivided, self._undivided),
             "both": (ours, self._both),
+            "to_fp8": ((ours[0], f"{self.backend} decode fp8"), self._both),
+            "fp8": ((f"{self.backend} prefill {self.tp} fp8", f"{self.backend} decode fp8"), self._both),
             "in_turn": (ours, partial(self._in_turn, PREFILL)),
             "nothing": (("none 0", "floor decode"), partial(self._in_turn, None)),
             "nixl": (nixl, partial(self._in_turn, PREFILL)),
@@ -216,12 +226,27 @@ def wanted(backend: str, sizes: Sequence[int], block: int, chunk: int, clients: 
     yield Wanted("NixlConnector decode", "NixlConnector", 1, block, LARGE, chunk, 1, clients)
 
 
+def wanted_fp8(backend: str, block: int, chunk: int, clients: int) -> Iterator[Wanted]:
+    """The servers with `--fp8`."""
+    for suffix, more in (("", ()), (" fp8", FP8)):
+        yield Wanted(f"{backend} prefill 1{suffix}", backend, 0, block, LARGE, chunk, 1, clients, more=more)
+        yield Wanted(f"{backend} decode{suffix}", backend, 1, block, SMALLER, chunk, 1, clients, more=more)
+
+
+def kv_blocks(ready: Mapping[str, Server]) -> dict[str, int]:
+    """How many blocks vLLM has on each decode server."""
+    pattern = r'^vllm:cache_config_info\{.*?num_gpu_blocks="(\d+)"'
+    found = {name: re.search(pattern, each.metrics(), re.MULTILINE) for name, each in ready.items() if "decode" in name}
+    return {name: int(match[1]) for name, match in found.items() if match}
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, choices=(0, 1, 2, 4, 8), default=2, help="0: a small model on the CPU")
     parser.add_argument("--backend", choices=("nvlink", "nixl"), help="of this library (default: nvlink, and nixl on the CPU)")
     parser.add_argument("--prefill-tp", nargs="+", type=int, choices=(1, 2, 4), default=[1])
+    parser.add_argument("--fp8", action="store_true", help="servers with KV in bfloat16 and in FP8")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="servers to leave out, such as floor")
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="the most requests at once")
     parser.add_argument("--limit-s", type=float, default=540.0, metavar="SECONDS", help="end with the results so far")
@@ -242,7 +267,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = model_writer(given.gpus)("llama", Path(folder))
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
-        chosen = wanted(backend, sizes, plan.block, 20480 if given.gpus else 1536, given.clients)
+        chunk = 20480 if given.gpus else 1536
+        others = wanted_fp8(backend, plan.block, chunk, given.clients)
+        chosen = others if given.fp8 else wanted(backend, sizes, plan.block, chunk, given.clients)
         starts = {
             one.name: partial(start, one, model, given.gpus)
             for one in chosen
@@ -251,8 +278,9 @@ def main() -> None:
         with running(starts, plan.problems, patience_s=given.start_s, logs=given.logs) as ready:
             for tp in sizes:
                 prefill, decode = ready.get(f"{backend} prefill {tp}"), ready.get(f"{backend} decode")
-                if prefill is not None and decode is not None:
+                if prefill is not None and decode is not None and not given.fp8:
                     ready[f"proxy {tp}"] = Server.proxy(prefill, decode).wait_ready()
+            table["kv_blocks"] = kv_blocks(ready)
             try:
                 for part in measure_all(ready, backend, sizes, plan):
                     table.update(part)

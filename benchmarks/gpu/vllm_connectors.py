@@ -19,6 +19,8 @@ PREFILL = {
     "remote_port": None,
 }
 """The `kv_transfer_params` that vLLM's proxies send to prefill."""
+FP8 = ("--kv-cache-dtype", "fp8")
+"""vLLM's option for KV in FP8."""
 OURS = ("nvlink", "nixl")
 """This library's connector with one of these backends; `recorded` before it, with the moments of `vllm_steps.py`."""
 DECODE_ONLY = ("nothing", "floor", "undivided")

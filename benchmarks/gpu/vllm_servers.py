@@ -57,7 +57,7 @@ LARGE, SMALL = 9_000_000_000, 3_200_000_000
 @dataclass(frozen=True)
 class Wanted:
     """A server to start. `place` is 0 for prefill, 1 for decode. `nbytes` is its KV on each GPU, `chunk` the most tokens of a
-    step, and `clients` the most requests at once. `is_cached`: it has a prefix cache.
+    step, and `clients` the most requests at once. `is_cached`: it has a prefix cache. `more`: further options of vLLM.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Wanted:
     tp: int = 1
     clients: int = 32
     is_cached: bool = False
+    more: tuple[str, ...] = ()
 
 
 def wanted(
@@ -135,7 +136,7 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
     ]
     command += ["--max-num-batched-tokens", str(one.chunk), "--tensor-parallel-size", str(one.tp)]
     command += ["--gpu-memory-utilization", "0.02" if gpus else "0.05", *size]
-    command += options(one.connector, decodes=one.place == 1, side_port=side_port)
+    command += [*options(one.connector, decodes=one.place == 1, side_port=side_port), *one.more]
     server = Server(command, port, environ)
     server.bootstrap_port = side_port
     return server
