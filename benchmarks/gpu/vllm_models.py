@@ -8,8 +8,13 @@ server computes the last token alone in any case, and an answer of prefill alone
 
 `tokens`: answers through both servers that are equal to those of the prefill server alone, also with blocks of other sizes on
 decode. `logprob_max` is the largest difference of a logprob. `alone` counts the equal answers when each server computes all of
-a request: each process chooses vLLM's kernels for prompts of Mamba2 by timing, so two servers may round differently. `external`
-is vLLM's count of tokens that decode has not computed, as a share of those it should have received.
+a request: each process chooses vLLM's kernels for prompts of Mamba2 by timing, so two servers may round differently;
+`alone_logprob_max` is the largest difference of these, and so what rounding alone does with other layouts. `external`
+is vLLM's count of tokens that decode has not computed, as a share of those it should have received. `decode_equal` and
+`decode_logprob_max` compare with decode alone, where prefill computes with other kernels.
+
+`deepseek-v2-dcp2` is DeepSeek-V2 at TP 2, whose ranks divide the tokens (DCP 2), on decode with larger blocks by 16 at a time;
+`deepseek-v2 -> deepseek-v2-dcp2` is prefill at TP 1 and decode at TP 2. `llama-fp8` keeps KV in FP8 on decode only.
 
 `killed`: when prefill gets SIGKILL. `after`: at the first token of decode's answer. `before`: prefill has computed the request,
 and decode is asked next. `during`: both were asked at once, and prefill has computed half of it, so decode already gets chunks.
@@ -23,6 +28,7 @@ without a prefill server. `failed_loads` is the connector's own count.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -36,15 +42,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.vllm_clients import Plan
-from benchmarks.gpu.vllm_connectors import PREFILL
+from benchmarks.gpu.vllm_connectors import FP8, PREFILL
 from benchmarks.gpu.vllm_requests import Broken, Reply, hand_over, num_external, prompt_of, stream
-from benchmarks.gpu.vllm_servers import Wanted, running, start, terminate
+from benchmarks.gpu.vllm_servers import SMALL, Wanted, running, start, terminate
 from benchmarks.gpu.vllm_tables import show
 from benchmarks.gpu.vllm_weights import MODELS, model_writer
 from harness.conditions import conditions
@@ -57,6 +63,26 @@ CHUNKS = (1, 1, 2, 2, 4, 4)
 """Steps of each prompt that is compared."""
 MOST_CHUNKS, MOST_SMALL_CHUNKS = 8, 4
 """Steps of the prompt whose prefill is killed, on the GPU and on the CPU."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Servers of a model with further options: of all servers, of decode, and of decode with larger blocks."""
+
+    model: str
+    tp: int = 1
+    every: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    larger: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    **{name: Variant(name) for name in MODELS},
+    "deepseek-v2-dcp2": Variant(
+        "deepseek-v2", 2, ("--decode-context-parallel-size", "2"), larger=("--cp-kv-cache-interleave-size", "16")
+    ),
+    "llama-fp8": Variant("llama", decode=FP8),
+}
 NUM_TOKENS = 48
 NBYTES = 6_000_000_000
 """Bytes of KV: twice a prompt of `MOST_CHUNKS` for the largest model."""
@@ -97,15 +123,17 @@ class Fleet:
 
 
 def difference(found: Reply, expected: Reply) -> dict[str, Any]:
-    """How far an answer is from the expected one."""
-    differences = [abs(one - other) for one, other in zip(found.logprobs, expected.logprobs, strict=False)]
+    """How far an answer is from the expected one. Logprobs are compared up to the first other token."""
+    pairs = enumerate(zip(found.tokens, expected.tokens, strict=False))
+    alike = next((place for place, (one, other) in pairs if one != other), len(expected.tokens))
+    differences = [abs(one - other) for one, other in zip(found.logprobs[:alike], expected.logprobs[:alike], strict=False)]
     return {"equal": found.tokens == expected.tokens, "logprob_max": round(max(differences, default=math.nan), 5)}
 
 
 def tokens(fleet: Fleet, block: int) -> dict[str, Any]:
     """How many answers of decode with blocks of `block` tokens are those of prefill alone."""
     prefill, decode, plan = fleet.prefills[0], fleet.decodes[block], fleet.plan
-    rows, num_tokens, hits, num_alike = [], 0, 0.0, 0
+    rows, own, others, num_tokens, hits = [], [], [], 0, 0.0
     for seed, chunks in enumerate(CHUNKS):
         what = f"{fleet.model}, blocks of {block}, {chunks} chunks"
         if plan.is_over(what):
@@ -118,7 +146,8 @@ def tokens(fleet: Fleet, block: int) -> dict[str, Any]:
             found = stream(decode, prompt, params, max_tokens=NUM_TOKENS, logprobs=0)
             hits, num_tokens = hits + num_external(decode) - before, num_tokens + len(prompt) - 1
             rows.append(difference(found, expected))
-            num_alike += alone.tokens == expected.tokens
+            own.append(difference(found, alone))
+            others.append(difference(alone, expected))
         except Broken as error:
             plan.problems.append(f"{what}: {type(error).__name__}: {error}")
     return {
@@ -129,7 +158,10 @@ def tokens(fleet: Fleet, block: int) -> dict[str, Any]:
         "answered": len(rows),
         "equal": sum(row["equal"] for row in rows),
         "logprob_max": max((row["logprob_max"] for row in rows), default=None),
-        "alone": num_alike,
+        "alone": sum(row["equal"] for row in others),
+        "alone_logprob_max": max((row["logprob_max"] for row in others), default=None),
+        "decode_equal": sum(row["equal"] for row in own),
+        "decode_logprob_max": max((row["logprob_max"] for row in own), default=None),
         "external": round(hits / num_tokens, 4) if num_tokens else None,
     }
 
@@ -228,13 +260,17 @@ def during(fleet: Fleet, seed: int) -> tuple[Reply, float]:
     return found, found.begun_s + found.times_s[0] - killed_s
 
 
-def wanted(model: str, prefills: tuple[str, ...], blocks: tuple[int, ...], *, chunk: int, gpus: int) -> Iterator[Wanted]:
+def wanted(
+    model: str, prefills: tuple[str, ...], blocks: tuple[int, ...], *, chunk: int, gpus: int, nbytes: int
+) -> Iterator[Wanted]:
     """The servers of a model: prefill, and decode for each block size."""
     connector = "nvlink" if gpus else "nixl"
+    kind = VARIANTS[model]
     for name in prefills:
-        yield Wanted(f"{model} {name}", connector, 0, blocks[0], NBYTES, chunk)
+        yield Wanted(f"{model} {name}", connector, 0, blocks[0], nbytes, chunk, kind.tp, more=kind.every)
     for block in blocks:
-        yield Wanted(f"{model} decode {block}", connector, 1, block, NBYTES, chunk)
+        more = (*kind.every, *kind.decode, *(kind.larger if block > blocks[0] else ()))
+        yield Wanted(f"{model} decode {block}", connector, 1, block, nbytes, chunk, kind.tp, more=more)
 
 
 def fleet_of(model: str, ready: Mapping[str, Server], plan: Plan, *, chunk: int, num_chunks: int) -> Fleet | None:
@@ -244,15 +280,23 @@ def fleet_of(model: str, ready: Mapping[str, Server], plan: Plan, *, chunk: int,
     return Fleet(model, prefills, decodes, plan, chunk, num_chunks) if prefills and plan.block in decodes else None
 
 
-def measure(fleets: list[Fleet]) -> Iterator[dict[str, Any]]:
+def crossed(fleets: list[Fleet]) -> Iterator[Fleet]:
+    """Prefill of one variant of a model and decode of another one with the same format."""
+    for one, two in itertools.permutations(fleets, 2):
+        kinds = VARIANTS[one.model], VARIANTS[two.model]
+        if kinds[0].model == kinds[1].model and not (kinds[0].decode or kinds[1].decode):
+            yield replace(one, model=f"{one.model} -> {two.model}", decodes=two.decodes)
+
+
+def measure(fleets: list[Fleet], *, kills: bool) -> Iterator[dict[str, Any]]:
     """The parts of the table, each as soon as it is complete."""
     rows: list[dict[str, Any]] = []
-    for fleet in fleets:
+    for fleet in [*fleets, *crossed(fleets)]:
         for block in fleet.decodes:
             rows.append(tokens(fleet, block))
             yield {"tokens": rows}
     deaths: list[dict[str, Any]] = []
-    for fleet in fleets:
+    for fleet in fleets if kills else ():
         for row in killed(fleet):
             deaths.append(row)
             yield {"killed": deaths}
@@ -262,8 +306,9 @@ def main() -> None:
     """Start the servers, measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=1, help="0: small models on the CPU")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(VARIANTS), default=list(MODELS))
     parser.add_argument("--no-spare", action="store_true", help="start one prefill server only, and leave out `during`")
+    parser.add_argument("--no-deaths", action="store_true", help="leave out `killed`")
     parser.add_argument("--limit-s", type=float, default=400.0, metavar="SECONDS", help="end after this time")
     parser.add_argument("--start-s", type=float, default=200.0, metavar="SECONDS", help="how long to wait for the servers")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
@@ -278,14 +323,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         starts = {}
         for model in given.models:
-            path = write(model, Path(folder) / model)
+            path = write(VARIANTS[model].model, Path(folder) / model)
             blocks = (plan.block,) if model == "llama" else (plan.block, 2 * plan.block)
-            for one in wanted(model, prefills, blocks, chunk=chunk, gpus=given.gpus):
+            nbytes = SMALL if given.no_deaths else NBYTES
+            for one in wanted(model, prefills, blocks, chunk=chunk, gpus=given.gpus, nbytes=nbytes):
                 starts[one.name] = partial(start, one, path, given.gpus)
         print(f"the models are written after {plan.elapsed_s():.0f} s", flush=True)
         with running(starts, plan.problems, patience_s=given.start_s, logs=given.logs) as ready:
             found = [fleet_of(model, ready, plan, chunk=chunk, num_chunks=num_chunks) for model in given.models]
-            for part in measure([fleet for fleet in found if fleet is not None]):
+            for part in measure([fleet for fleet in found if fleet is not None], kills=not given.no_deaths):
                 table.update(part)
                 given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")
     show(table, plan.problems, elapsed_s=plan.elapsed_s())

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+NUM_PRINTABLE = 94
+"""The first tokens of the vocabulary: the printable characters of ASCII, without the space."""
+
 
 def _llama(transformers: Any, common: Mapping[str, Any]) -> Any:
     """0.7 billion parameters. Each of 32 layers has 8 KV heads of 128 elements: 128 KiB for each token."""
@@ -40,12 +43,30 @@ def _deepseek_v2(transformers: Any, common: Mapping[str, Any]) -> Any:
     return transformers.DeepseekV2ForCausalLM(config)
 
 
+def _gpt_oss(transformers: Any, common: Mapping[str, Any]) -> Any:
+    """Windows of 128 tokens in every other of 12 layers, a sink for each head, and 8 experts: 24 KiB for each token."""
+    config = transformers.GptOssConfig(
+        **common, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+        sliding_window=128, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM(config)
+
+
 MODELS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "llama": _llama,
     "falcon-h1": _falcon_h1,
     "deepseek-v2": _deepseek_v2,
+    "gpt-oss": _gpt_oss,
 }
 """Makers of models by name."""
+
+
+def answer_in_ascii(model: Path) -> None:
+    """Change a model, so that its greedy answers have printable ASCII only: each token is a text of its own."""
+    files = importlib.import_module("safetensors.torch")
+    weights = files.load_file(model / "model.safetensors")
+    weights["lm_head.weight"][NUM_PRINTABLE:] = 0  # of the others some logit is positive
+    files.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def model_writer(gpus: int) -> Callable[[str, Path], Path]:
