@@ -20,9 +20,9 @@ Broken = (OSError, HTTPException, RuntimeError)
 """What a request raises that a server does not answer."""
 
 
-def prompt_of(rng: random.Random, length: int) -> list[int]:
-    """A random prompt."""
-    return [rng.randrange(256) for _ in range(length)]
+def prompt_of(rng: random.Random, length: int, *, num_tokens: int = 256) -> list[int]:
+    """A random prompt of the first `num_tokens` tokens of the vocabulary."""
+    return [rng.randrange(num_tokens) for _ in range(length)]
 
 
 @dataclass

@@ -6,13 +6,14 @@
 `vllm_servers.py`. `decode` and `undivided` have a prefix cache. `examples/pd_proxy.py` moves and drains.
 
 `turn2`: milliseconds until the first token of a prompt with `tokens` tokens of history and some new ones, medians without other
-requests. `cached_ms`: `undivided` has the history in its prefix cache. `here_ms`: `other` takes it from `decode`, which has
-answered the turn before. `divided_ms`: `prefill` takes it, and hands over to `decode`. `computed_ms`: `other` computes it.
-`equal`: how many answers of `here` and `divided` are those of `undivided`, of `asked` each.
+requests. `cached_ms`: `undivided` has answered the turn before, and has it in its prefix cache. `here_ms`: `other` takes it
+from `decode`, which has answered the turn before. `divided_ms`: `prefill` takes it, and hands over to `decode`.
+`computed_ms`: `other` computes it. `equal`: how many answers are those of `undivided`, of `asked`. Servers compute the new
+tokens in steps of other sizes, which round differently in bfloat16; `computed` shows what that alone does.
 
 `moves`: streams with prompts of `tokens` tokens that move to a server on the other GPU and go on. `gap_ms` is the longest time
 between two events, the median and the most of all streams, and `step_ms` the median time. `equal`: how many streams are those
-of one server.
+of `undivided`, which has the prompt but its last token in its prefix cache: like `decode` it computes that token alone.
 
 `drain`: `requests` running ones leave a server. `seconds` is the time until the proxy says that it is empty, `bytes` the state
 of the requests that have moved, and `copy_seconds` how long a copy of so many bytes takes from one GPU to the other. `gap_ms`
@@ -52,7 +53,7 @@ from benchmarks.gpu.vllm_load import read_stream
 from benchmarks.gpu.vllm_requests import Reply, prompt_of
 from benchmarks.gpu.vllm_servers import Wanted, running, start, terminate
 from benchmarks.gpu.vllm_tables import show
-from benchmarks.gpu.vllm_weights import model_writer
+from benchmarks.gpu.vllm_weights import NUM_PRINTABLE, answer_in_ascii, model_writer
 from harness.conditions import conditions
 from harness.servers import Server, completion
 
@@ -86,12 +87,12 @@ class Plan:
     @classmethod
     def on_gpu(cls, limit_s: float) -> Plan:
         """For the large model."""
-        return cls(16, 20480, (1024, 4096, 16384), 64, 64, (1024, 4096, 16384), 32, (32, 2048, 1024), limit_s, 11)
+        return cls(16, 20480, (1024, 4096, 16384), 64, 64, (1025, 4097, 16385), 32, (32, 2048, 1024), limit_s, 11)
 
     @classmethod
     def on_cpu(cls, limit_s: float) -> Plan:
         """For the small model."""
-        return cls(32, 1536, (256, 1024), 32, 32, (256, 1024), 8, (4, 128, 400), limit_s, 2)
+        return cls(32, 1536, (256, 1024), 32, 32, (257, 1025), 8, (4, 128, 400), limit_s, 2)
 
     def elapsed_s(self) -> float:
         """Seconds since the start."""
@@ -168,13 +169,15 @@ class Turns:
         """A row of `turn2`."""
         plan, rng = self._plan, random.Random(length)
         replies: dict[str, list[Reply]] = {name: [] for name in ("cached", "here", "divided", "computed")}
-        equal = dict.fromkeys(("here", "divided"), 0)
+        equal = dict.fromkeys(("here", "divided", "computed"), 0)
         for turn in range(WARM_UP + plan.repeats):
-            for name in equal:
+            for name in ("here", "divided"):
                 history, kept = await self._history(rng, length)
-                prompt = history + prompt_of(rng, plan.new)
+                prompt = history + random_prompt(rng, plan.new)
                 undivided, other = self._ready["undivided"], self._ready["other"]
-                await self.answer(undivided, history, max_tokens=1)
+                own, _ = await self.answer(undivided, history[: -plan.answered], max_tokens=plan.answered)
+                if own["token_ids"] != history[-plan.answered :]:
+                    plan.problems.append(f"turn2, {length} tokens: one server has answered the turn before otherwise")
                 found = {"cached": await self.stream(undivided, prompt, max_tokens=8)}
                 taker = other if name == "here" else self._ready["prefill"]
                 before = taker.num_moved()
@@ -185,15 +188,16 @@ class Turns:
                     found[name] = await self.divided(prompt, kept, max_tokens=8)
                 self._check_moved(taker, before, length - 1, f"{name}, {length} tokens of history")
                 if turn >= WARM_UP:
-                    equal[name] += found[name].tokens == found["cached"].tokens
                     for each, reply in found.items():
                         replies[each].append(reply)
+                    for each in equal.keys() & found.keys():
+                        equal[each] += found[each].tokens == found["cached"].tokens
         times = {f"{name}_ms": median_ms([reply.times_s[0] for reply in found]) for name, found in replies.items()}
         return {"tokens": length, **times, "asked": plan.repeats, "equal": equal}
 
     async def _history(self, rng: random.Random, length: int) -> tuple[list[int], Any]:
         """A conversation of so many tokens that `decode` has answered last, and what it keeps of it."""
-        asked = prompt_of(rng, length - self._plan.answered)
+        asked = random_prompt(rng, length - self._plan.answered)
         choice, params = await self.answer(self._ready["decode"], asked, max_tokens=self._plan.answered, keep=True)
         return asked + choice["token_ids"], params["kept"]
 
@@ -210,13 +214,14 @@ class Turns:
         plan, rng = self._plan, random.Random(length)
         gaps_ms, steps_s, num_equal = [], [], 0
         for turn in range(WARM_UP + plan.repeats):
-            prompt, both = prompt_of(rng, length), [self._ready["decode"], self._ready["other"]]
+            prompt, both = random_prompt(rng, length), [self._ready["decode"], self._ready["other"]]
             source, target = both if turn % 2 else reversed(both)
             before, what = target.num_moved(), f"a move of {length} tokens"
             reply, report = await self._moved(source, target, prompt)
             num_tokens = report["moved"][0]["tokens"] if report["moved"] else 0
             self._check_moved(target, before, length + num_tokens - 1, what)
             self._check_report(report, 1, what)
+            await self.answer(self._ready["undivided"], prompt, max_tokens=1)
             expected = await self.stream(self._ready["undivided"], prompt, max_tokens=plan.streamed)
             if turn >= WARM_UP:
                 gaps_ms.append(reply.gap_ms_max)
@@ -258,7 +263,7 @@ class Turns:
         """A row of `drain`, without the time of a copy."""
         count, length, max_tokens = self._plan.drained
         rng, source, target = random.Random(count), self._ready["decode"], self._ready["other"]
-        prompts, reached = [prompt_of(rng, length) for _ in range(count)], [asyncio.Event() for _ in range(count)]
+        prompts, reached = [random_prompt(rng, length) for _ in range(count)], [asyncio.Event() for _ in range(count)]
         await self.drain(target)
         answering = [
             asyncio.create_task(self.stream(self._ready["proxy"], prompt, max_tokens=max_tokens, reached=event))
@@ -289,6 +294,11 @@ class Turns:
             "gap_ms": round(statistics.median(gaps_ms), 1),
             "gap_max_ms": max(gaps_ms),
         }
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    """A prompt of printable characters, as the model's answers are."""
+    return prompt_of(rng, length, num_tokens=NUM_PRINTABLE)
 
 
 MOVED, EXTERNAL = "vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"'
@@ -339,10 +349,10 @@ def measure_all(ready: Mapping[str, Server], plan: Plan, *, gpus: int, token_nby
             found = asyncio.run(row(part, length))
         except (*FAILURES, KeyError, ValueError) as error:
             plan.problems.append(f"{what}: {type(error).__name__}: {error}")
-            continue
-        if part == "drain":
-            found["copy_seconds"] = copy_seconds(found["bytes"], gpus)
-        table[part].append(found)
+        else:
+            if part == "drain":
+                found["copy_seconds"] = copy_seconds(found["bytes"], gpus)
+            table[part].append(found)
         yield table
 
 
@@ -373,6 +383,7 @@ def main() -> None:
     table = {**conditions(), "gpus": given.gpus, "backend": backend}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = model_writer(given.gpus)("llama", Path(folder))
+        answer_in_ascii(model)
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
         chosen = [
             Wanted("decode", backend, 1, plan.block, NBYTES, plan.chunk, clients=64, is_cached=True),
@@ -390,6 +401,7 @@ def main() -> None:
                 table.update(part)
                 given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")
             if given.logs is not None:
+                given.logs.mkdir(parents=True, exist_ok=True)
                 (given.logs / "proxy.log").write_text(proxy.log(length=200_000))
     show(table, plan.problems, elapsed_s=plan.elapsed_s())
 
