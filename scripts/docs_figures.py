@@ -11,7 +11,7 @@ from tests.integrations.vllm.recipes import CACHES, RECIPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs/benchmarks"
 SERVERS, MODELS, CPU = "vllm-client-2xgpu.json", "vllm-2xh200-models.json", "vllm-cpu.json"
-STEPS = "vllm-steps-2xh200.json"
+STEPS, TURNS, FP8, CONVERTED = "vllm-steps-2xh200.json", "turns-2xgpu.json", "vllm-fp8-2xgpu.json", "convert-2xgpu.json"
 OURS, THEIRS = "DisaggConnector", "NixlConnector"
 TITLES = {"llama": "Llama", "falcon-h1": "Falcon-H1", "deepseek-v2": "DeepSeek-V2"}
 
@@ -67,12 +67,14 @@ def vllm_steps() -> Iterator[str]:
     yield from _times(STEPS, columns, {})
 
 
-def _times(file: str, columns: Mapping[str, str], more: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> Iterator[str]:
-    """The rows of a file, in milliseconds: the tokens of the prompt, `more` by its title, and the title of each column."""
+def _times(
+    file: str, columns: Mapping[str, str], more: Mapping[str, Callable[[Mapping[str, Any]], str]], *, part: str = "rows"
+) -> Iterator[str]:
+    """The rows of a part of a file, in milliseconds: the tokens of the prompt, `more` by its title, and each column's title."""
     titles = ("ms, prompt tokens", *more, *columns.values())
     yield f"| {' | '.join(titles)} |"
     yield "|" + "---|" * len(titles)
-    for row in _read(file)["rows"]:
+    for row in _read(file)[part]:
         times = (f"{row[f'{name}_ms']:.1f}" if f"{name}_ms" in row else "" for name in columns)
         cells = (f"{row['tokens']:,}", *(cell(row) for cell in more.values()), *times)
         yield f"| {' | '.join(cells)} |"
@@ -108,6 +110,75 @@ def vllm_loads() -> Iterator[str]:
         for way, title in ways.items():
             cells = " | ".join(f"{row[f'{way}_{figure}']:,.0f} ms" for figure in figures)
             yield f"| {row['clients']} | {title} | {row[f'{way}_rps']:.1f} | {cells} |"
+
+
+def vllm_turns() -> Iterator[str]:
+    """The first token of a next turn between two GPUs."""
+    columns = {
+        "cached": "one server that has it cached",
+        "here": "decode's state, taken by a server that answers",
+        "divided": "taken by prefill, both servers asked at once",
+        "computed": "computed",
+    }
+    yield from _times(TURNS, columns, {}, part="turn2")
+
+
+def vllm_moves() -> Iterator[str]:
+    """Running requests that move between two GPUs."""
+    yield "| prompt tokens | longest gap, median | most | step | equal to one server's |"
+    yield "|---|---|---|---|---|"
+    for row in _read(TURNS)["moves"]:
+        times = " | ".join(f"{row[name]:.1f} ms" for name in ("gap_ms", "gap_max_ms", "step_ms"))
+        yield f"| {row['tokens']:,} | {times} | {row['equal']} of {row['asked']} |"
+
+
+def vllm_drains() -> Iterator[str]:
+    """A server that is drained, between two GPUs."""
+    yield "| running requests | state | until the server was empty | a plain copy of the state | longest gap, median | most |"
+    yield "|---|---|---|---|---|---|"
+    for row in _read(TURNS)["drain"]:
+        times = " | ".join(f"{1e3 * row[name]:.0f} ms" for name in ("seconds", "copy_seconds"))
+        gaps = " | ".join(f"{row[name]:.0f} ms" for name in ("gap_ms", "gap_max_ms"))
+        yield f"| {row['requests']} | {row['bytes'] / 1e9:.2f} GB | {times} | {gaps} |"
+
+
+def vllm_fp8() -> Iterator[str]:
+    """KV in bfloat16 and FP8 on each side, between two GPUs."""
+    table = _read(FP8)
+    ways = {"both": "bfloat16, bfloat16", "to_fp8": "bfloat16, FP8", "fp8": "FP8, FP8"}
+    blocks = {"both": f"{table['backend']} decode"}
+    titles = (
+        "prefill, decode",
+        *(f"{row['tokens']:,}" for row in table["rows"]),
+        "decode's blocks",
+        "requests/s",
+        "first token",
+    )
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + "---|" * len(titles)
+    load = table["load"][-1]
+    for way, title in ways.items():
+        times = " | ".join(f"{row[f'{way}_ms']:.1f} ms" for row in table["rows"])
+        count = table["kv_blocks"][blocks.get(way, f"{table['backend']} decode fp8")]
+        yield f"| {title} | {times} | {count:,} | {load[f'{way}_rps']:.1f} | {load[f'{way}_first_p50_ms']:.0f} ms |"
+
+
+def converted() -> Iterator[str]:
+    """Copies between two GPUs that convert."""
+    table = _read(CONVERTED)
+    own, most = str(table["blocks"]), "132"
+    rules: dict[str, list[Any]] = {}
+    for row in table["rows"]:
+        rules.setdefault(row["rule"].replace("->", "to") + f", scale {row['scale']:g}", []).append(row)
+    yield f"| | GB/s, {own} blocks | share of a copy | GB/s, {most} blocks | share of a copy |"
+    yield "|---|---|---|---|---|"
+    for rule, rows in rules.items():
+        cells = [f"`{rule.split(',')[0].replace(' to ', '` to `')}`,{rule.split(',')[1]}"]
+        for blocks in (own, most):
+            rates = [row["by_blocks"][blocks] for row in rows]
+            shares = [row["by_blocks"][blocks] / row["copy_by_blocks"][blocks] for row in rows]
+            cells += [f"{min(rates):.0f} to {max(rates):.0f}", f"{min(shares):.2f} to {max(shares):.2f}"]
+        yield f"| {' | '.join(cells)} |"
 
 
 def vllm_deaths() -> Iterator[str]:

@@ -40,14 +40,19 @@ from disagg.settings import Setting, is_list, is_table, names_of, settings  # no
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
 from scripts.docs_figures import (  # noqa: E402
+    converted,
     sglang_load,
     sglang_rows,
     vllm_bullets,
     vllm_deaths,
+    vllm_drains,
     vllm_first_tokens,
+    vllm_fp8,
     vllm_loads,
+    vllm_moves,
     vllm_recipes,
     vllm_steps,
+    vllm_turns,
 )
 from tests.integrations.cross import cases as cross  # noqa: E402
 from tests.integrations.sglang.recipes import RECIPES  # noqa: E402
@@ -361,8 +366,8 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
         manager_settings, rank_settings, integration_settings, shaping_rows, limits,
         connection_states, receive_states, writer_states, send_states, messages,
         bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
-        command_line, sglang_recipes, sglang_load, sglang_rows, vllm_bullets, vllm_deaths,
-        vllm_first_tokens, vllm_loads, vllm_recipes, vllm_steps,
+        command_line, converted, sglang_recipes, sglang_load, sglang_rows, vllm_bullets, vllm_deaths, vllm_drains,
+        vllm_first_tokens, vllm_fp8, vllm_loads, vllm_moves, vllm_recipes, vllm_steps, vllm_turns,
     )
 }  # fmt: skip
 
