@@ -150,7 +150,9 @@ def fresh_logging() -> Iterator[None]:
     """Loggers of this library as they are in a new process, and vLLM's at its default level."""
     loggers = [logging.getLogger(name) for name in ("disagg", "disagg.requests", "vllm")]
     before = [(each.handlers, each.level, each.propagate) for each in loggers]
-    loggers[0].handlers = []
+    for each in loggers[:2]:
+        each.handlers, each.propagate = [], True  # else pytest adds handlers of its own
+        each.setLevel(logging.NOTSET)
     loggers[2].setLevel(logging.INFO)
     yield
     for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
