@@ -205,7 +205,9 @@ def test_rooms_and_hosts_over_which_a_scheduler_would_end(servers: Servers) -> N
 
 
 def test_several_answers_to_one_prompt_fail_at_once(servers: Servers) -> None:
-    """SGLang gives them one room. It aborts all of them once one has failed. One of the servers says why."""
+    """SGLang gives them one room. It aborts all of them once one has failed. One of the servers says why. The example's proxy
+    asks neither, and does not try again in another room.
+    """
     for room in itertools.islice(ROOMS, 3):
         with ThreadPoolExecutor() as pool:
             asked = [
@@ -218,6 +220,9 @@ def test_several_answers_to_one_prompt_fail_at_once(servers: Servers) -> None:
                     each.result()
                 reasons.append(refused.value.read().decode())
         assert any(f"bootstrap_room {room}: another request with this room" in reason for reason in reasons), reasons
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        servers.proxy.complete(PROMPTS[3], stream=False, timeout_s=60, n=2)
+    assert "n: expected 1, found 2" in refused.value.read().decode()
     check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
 
 
