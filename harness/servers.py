@@ -144,11 +144,11 @@ class Server:
         """The end of what the process has written, of at most `length` characters."""
         return Path(self._log.name).read_text(errors="replace")[-length:]
 
-    def wait_ready(self, *, timeout_s: float = 240.0) -> Server:
-        """Wait until it answers. Raises `RuntimeError` with the end of its log if it does not."""
+    def wait_ready(self, *, path: str = "/v1/models", timeout_s: float = 240.0) -> Server:
+        """Wait until it answers, without an error. Raises `RuntimeError` with the end of its log if it does not."""
         until = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/v1/models", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}{path}", timeout=5):
                 return self
             if self._process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{self.url} does not answer: {self.log()}")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from disagg.integrations.sglang.bootstrap import WAIT_S
 from harness.ports import free_ports
 from harness.servers import Reply, Server
 from harness.vllm.models import write_model
+from tests.integrations.sglang.kinds import KINDS, OF_ITS_OWN
 from tests.integrations.vllm.requests import prompts
+from tests.integrations.vllm.routers import Direct, HttpAnswer, answer_of, begin, differences, written
 from tests.support.tcp_proxy import proxies
 
 LENGTHS = (7, 16, 33, 250, 700, 1100)
@@ -55,7 +58,7 @@ def register():
 
 @dataclass
 class Servers:
-    """Prefill, decode, the proxy, and the answers of one server that does everything."""
+    """Prefill, decode, the proxy, and the answers of one server that does everything, to prompts and to kinds of requests."""
 
     model: Path
     stack: ExitStack
@@ -64,6 +67,7 @@ class Servers:
     proxy: Server
     metrics_port: int
     expected: list[Reply]
+    kinds: dict[str, HttpAnswer]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with Server.sglang(model) as alone:
         alone.wait_ready()
         expected = [alone.complete(prompt) for prompt in PROMPTS]
+        kinds = {name: ask(alone, name) for name in KINDS}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("DISAGG_BACKEND", "nixl")
         patch.setenv("DISAGG_TRANSPORT", "tcp")
@@ -89,7 +94,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         decode = stack.enter_context(Server.sglang(model, *DECODE, mode="decode", PYTHONPATH=path, SGLANG_HOST_IP="::1"))
         patch.delenv("DISAGG_METRICS_PORT")
         proxy = stack.enter_context(Server.proxy(prefill.wait_ready(), decode.wait_ready()))
-        yield Servers(model, stack, prefill, decode, proxy.wait_ready(), port, expected)
+        yield Servers(model, stack, prefill, decode, proxy.wait_ready(), port, expected, kinds)
+
+
+def ask(server: Server, name: str) -> HttpAnswer:
+    """The answer to a kind of request."""
+    path, body = KINDS[name]
+    return Direct(server).ask(path, written(body), ())
 
 
 def check(found: list[Reply], expected: list[Reply]) -> None:
@@ -141,6 +152,28 @@ def route(servers: Servers, room: int, prompt: list[int], **options: Any) -> Rep
 
 def test_tp_2_to_1(servers: Servers) -> None:
     check_answers(servers)
+
+
+@pytest.mark.parametrize("is_mini", [False, True], ids=["sglang-router", "mini_lb"])
+def test_sglangs_own_routers(servers: Servers, is_mini: bool) -> None:
+    """The real ones. Decode computes no prompts: an answer has the state of prefill."""
+    between = ("--prefill", servers.prefill.url, str(servers.prefill.bootstrap_port), "--decode", servers.decode.url)
+    options = ("--pd-disaggregation", *between, *(("--mini-lb",) if is_mini else ()))
+    with begin("sglang_router.launch_router", *options) as router:
+        router.wait_ready(path="/health" if is_mini else "/readiness")
+        found = {name: ask(router, name) for name in KINDS}
+    own = set() if is_mini else OF_ITS_OWN
+    assert {name for name in own if found[name].status == HTTPStatus.UNPROCESSABLE_ENTITY} == own
+    different = {name: differs(right, found[name]) for name, right in servers.kinds.items() if name not in own}
+    assert not any(different.values()), different
+    check_free(servers)
+
+
+def differs(expected: HttpAnswer, found: HttpAnswer) -> list[str]:
+    """Where an answer is another one than that of one server. Of errors the status is compared."""
+    if found.status != expected.status or expected.is_error:
+        return [] if found.status == expected.status else [f"{expected.status} {found}"]
+    return list(differences(answer_of(expected), answer_of(found), tolerance=1e-5))
 
 
 def test_prefixes_are_computed_and_sent_once(servers: Servers) -> None:
