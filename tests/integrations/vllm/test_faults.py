@@ -146,9 +146,9 @@ class Router:
         self.decoding: dict[str, tuple[int, dict[str, Any] | None]] = {}
         self.found: dict[int, Answer] = {}
 
-    def run(self, *, until: int) -> None:
-        """Until so many requests have ended."""
-        while len(self.found) < until:
+    def run(self, *, until: int, busy: str = "") -> None:
+        """Until so many requests have ended, and a side has some under way: `prefilling` or `decoding`."""
+        while len(self.found) < until or (busy and not getattr(self, busy)):
             while self.waiting and len(self.prefilling) + len(self.decoding) < 8:
                 number = self.waiting.pop(0)
                 self.prefilling[self.prefill.add(self.asked[number], params=PREFILL)] = number
@@ -187,9 +187,9 @@ def test_rolling_restart_under_load(start: Callable[..., Engine]) -> None:
     asked = prompts([60 + 31 * number for number in range(40)], seed=25)
     expected = news[1].generate(asked, max_tokens=6)
     router = Router(*olds, asked)
-    router.run(until=10)
+    router.run(until=10, busy="prefilling")
     router.replace_prefill(news[0])
-    router.run(until=22)
+    router.run(until=22, busy="decoding")
     router.replace_decode(news[1])
     router.run(until=len(asked))
     found = [router.found[number] for number in range(len(asked))]
