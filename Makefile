@@ -51,7 +51,8 @@ test-models: setup ## Compare tokens and logits of every described model, and mo
 	  tests/examples/test_transformers_pd.py tests/commands/test_bench_processes.py $(PYTEST_ARGS)
 
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
-	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/vllm $(PYTEST_ARGS)
+	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations -m "not nightly" \
+	  tests/integrations/vllm $(PYTEST_ARGS)
 
 test-vllm-next: ## Run the same tests with the Python files of vLLM 0.33 and the CPU kernels of 0.32, and servers of both versions
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_next_env.sh) && \

@@ -389,7 +389,9 @@ STOPS: dict[str, tuple[list[slice], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", pytest.param("/v1/chat/completions", marks=pytest.mark.nightly)], ids=["completion", "chat"]
+)
 @pytest.mark.parametrize("name", STOPS)
 def test_stop_strings(servers: Servers, name: str, path: str) -> None:
     """They begin before a move and end after it, or come later."""

@@ -348,6 +348,7 @@ def check_kind(servers: Servers, all_routers: Mapping[str, Router], name: str) -
     assert servers.decode.metric_from(LOADED, num_tokens) == num_tokens
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_replayed_routers(servers: Servers, replays: dict[str, Router], name: str) -> None:
     check_kind(servers, replays, name)
