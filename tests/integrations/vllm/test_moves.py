@@ -488,7 +488,7 @@ def test_many_answers_leave_a_server(servers: Servers) -> None:
         wait_until(lambda: one.metric("vllm:num_requests_running") >= 3)
         report = drain(proxy, one)
         assert report["empty"] is True
-        assert report["stayed"] == []
+        assert {each["reason"] for each in report["stayed"]} <= {"it has ended"}
         assert one.metric("vllm:num_requests_running") == 0
         found = [each.result() for each in answering]
         later = proxy.complete(asked[0], max_tokens=num_tokens)
