@@ -32,7 +32,7 @@ GONE = "is gone: its (process|connection) has ended"
 """Why requests of a rank that was killed fail, long before its peers would miss a heartbeat."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks, which are forked from here, ask for a prefill that was replaced however soon after the last request that is."""
     monkeypatch.setattr(manager, "ASK_AGAIN_S", 0.0)
@@ -359,6 +359,7 @@ def test_decode_whose_prefill_sends_nothing_gives_up(tmp_path: Path) -> None:
         pair.expect(pair.begin(100))
 
 
+@pytest.mark.usefixtures("ask_at_once")
 @pytest.mark.parametrize(("backend", "is_attested"), [("cma", True), ("nixl", True), ("nixl", False)])
 def test_prefill_is_killed_and_replaced(
     backend: str, is_attested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
