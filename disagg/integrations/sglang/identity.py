@@ -74,11 +74,13 @@ def windows(model: Any) -> dict[int, int]:
 
 def kv_scales(runner: Any) -> dict[int, tuple[float, float]]:
     """The scales by which SGLang divides K and V of each layer of `runner`, 1 by default. It does so if the cache has another
-    dtype than the model.
+    dtype than the model. Floats that it divides by 1 in all layers have none.
     """
     if runner.kv_cache_dtype == runner.dtype:
         return {}
-    return {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in _attention(runner.model)}
+    found = {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in _attention(runner.model)}
+    has_any = runner.kv_cache_dtype.itemsize == 1 or set(found.values()) - {(1.0, 1.0)}
+    return found if has_any else {}
 
 
 def _attention(model: Any) -> Iterator[Any]:

@@ -88,6 +88,7 @@ def test_scales_count_where_sglang_divides_by_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
     source = read_source(config(tmp_path), None, name=None)
     assert identity(source, k_scale_float=0.5) == identity(source)
+    assert identity(source, dtype=torch.bfloat16) == identity(source)
     assert identity(source, dtype=torch.bfloat16) != identity(source, dtype=torch.bfloat16, k_scale_float=0.5)
     fp8 = torch.float8_e4m3fn
     assert "kv_scales=1" in identity(source, dtype=fp8).revision.split()
