@@ -144,9 +144,11 @@ def pairs_of(ready: Mapping[str, Server], backends: tuple[str, ...], sizes: tupl
 def make_plan(gpus: int, limit_s: float) -> Plan:
     """What to measure, with the large model or the small one."""
     if not gpus:
-        return Plan(PAGE_SIZE, (7, 33, 250, 700), (128, 1024), (4,), (256, 8), limit_s, repeats=3, rounds=2, per_client=2)
+        return Plan(
+            PAGE_SIZE, (7, 33, 250, 700), (128, 1024), (4,), (256, 8), limit_s=limit_s, repeats=3, rounds=2, per_client=2
+        )
     checked = tuple(length for length in (33, 353, 1025, 2529, 6017, 12001) for _ in range(2))
-    return Plan(PAGE_SIZE, checked, (128, 1024, 4096, 16384), (32, 12), (2048, 64), limit_s, repeats=9, rounds=8)
+    return Plan(PAGE_SIZE, checked, (128, 1024, 4096, 16384), (32, 12), (2048, 64), limit_s=limit_s, repeats=9, rounds=8)
 
 
 def parse() -> argparse.Namespace:

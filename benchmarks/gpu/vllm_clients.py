@@ -36,34 +36,13 @@ WARM_UP, MOST_FAILURES = 2, 3
 Result = TypeVar("Result")
 
 
-@dataclass
-class Plan:
-    """What to measure. `load`: tokens of prompt and answer. `checked`: lengths of prompts whose answers are compared, one token
-    more than whole blocks of both sizes. `clients` are numbers of requests at once.
-    """
+@dataclass(kw_only=True)
+class TimeLimit:
+    """What ends a program after `limit_s`, with the results so far. `problems` are what went wrong, or was left out."""
 
-    block: int
-    checked: tuple[int, ...]
-    lengths: tuple[int, ...]
-    clients: tuple[int, ...]
-    load: tuple[int, int]
     limit_s: float
-    repeats: int = 11
-    rounds: int = 2
-    per_client: int = 8
     begun_s: float = field(default_factory=time.monotonic)
     problems: list[str] = field(default_factory=list)
-
-    @classmethod
-    def on_gpu(cls, limit_s: float, *, clients: int = 32) -> Plan:
-        """For the large model. `clients` is the larger number of requests at once."""
-        checked = tuple(length for length in (33, 353, 1025, 2529, 6017, 12001) for _ in range(3))
-        return cls(16, checked, (128, 1024, 4096, 16384), (8, clients), (2048, 64), limit_s)
-
-    @classmethod
-    def on_cpu(cls, limit_s: float) -> Plan:
-        """For the small model."""
-        return cls(32, (65, 321, 705), (128, 1024), (2, 4), (256, 8), limit_s, repeats=3, rounds=1, per_client=2)
 
     def elapsed_s(self) -> float:
         """Seconds since the start."""
@@ -75,6 +54,33 @@ class Plan:
             return False
         self.problems.append(f"{what}: not measured, since the time is over")
         return True
+
+
+@dataclass
+class Plan(TimeLimit):
+    """What to measure. `load`: tokens of prompt and answer. `checked`: lengths of prompts whose answers are compared, one token
+    more than whole blocks of both sizes. `clients` are numbers of requests at once.
+    """
+
+    block: int
+    checked: tuple[int, ...]
+    lengths: tuple[int, ...]
+    clients: tuple[int, ...]
+    load: tuple[int, int]
+    repeats: int = 11
+    rounds: int = 2
+    per_client: int = 8
+
+    @classmethod
+    def on_gpu(cls, limit_s: float, *, clients: int = 32) -> Plan:
+        """For the large model. `clients` is the larger number of requests at once."""
+        checked = tuple(length for length in (33, 353, 1025, 2529, 6017, 12001) for _ in range(3))
+        return cls(16, checked, (128, 1024, 4096, 16384), (8, clients), (2048, 64), limit_s=limit_s)
+
+    @classmethod
+    def on_cpu(cls, limit_s: float) -> Plan:
+        """For the small model."""
+        return cls(32, (65, 321, 705), (128, 1024), (2, 4), (256, 8), limit_s=limit_s, repeats=3, rounds=1, per_client=2)
 
 
 @dataclass

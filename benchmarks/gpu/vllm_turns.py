@@ -39,7 +39,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.gpu.vllm_client import FAILURES, PATIENCE_S, median_ms
-from benchmarks.gpu.vllm_clients import WARM_UP
+from benchmarks.gpu.vllm_clients import WARM_UP, TimeLimit
 from benchmarks.gpu.vllm_connectors import PREFILL
 from benchmarks.gpu.vllm_load import read_stream
 from benchmarks.gpu.vllm_requests import Reply, prompt_of
@@ -63,7 +63,7 @@ NUM_COPIES, CHUNK_NBYTES = 5, 1 << 28
 
 
 @dataclass
-class Plan:
+class Plan(TimeLimit):
     """What to measure. `history`: tokens of a conversation, of which `answered` are the last answer; the next prompt has `new`
     more. `moved`: tokens of prompts of requests that move. `after`: how many events a client gets before. `drained`: how many
     requests leave a server at once, the tokens of their prompts, and the most of their answers.
@@ -77,33 +77,19 @@ class Plan:
     moved: tuple[int, ...]
     after: int
     drained: tuple[int, int, int]
-    limit_s: float
     repeats: int
     streamed: int = 256
     """The tokens of an answer that moves."""
-    begun_s: float = field(default_factory=time.monotonic)
-    problems: list[str] = field(default_factory=list)
 
     @classmethod
     def on_gpu(cls, limit_s: float) -> Plan:
         """For the large model."""
-        return cls(16, 20480, (1024, 4096, 16384), 64, 64, (1025, 4097, 16385), 32, (32, 2048, 1024), limit_s, 11)
+        return cls(16, 20480, (1024, 4096, 16384), 64, 64, (1025, 4097, 16385), 32, (32, 2048, 1024), 11, limit_s=limit_s)
 
     @classmethod
     def on_cpu(cls, limit_s: float) -> Plan:
         """For the small model."""
-        return cls(32, 1536, (256, 1024), 32, 32, (257, 1025), 8, (4, 128, 400), limit_s, 2)
-
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.begun_s
-
-    def is_over(self, what: str) -> bool:
-        """Whether the time limit has passed. If so, notes that `what` was not measured."""
-        if self.elapsed_s() < self.limit_s:
-            return False
-        self.problems.append(f"{what}: not measured, since the time is over")
-        return True
+        return cls(32, 1536, (256, 1024), 32, 32, (257, 1025), 8, (4, 128, 400), 2, limit_s=limit_s)
 
 
 class Turns:
