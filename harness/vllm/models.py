@@ -27,34 +27,30 @@ _COMMON: Mapping[str, Any] = {
     "initializer_range": 0.04,
 }
 _SMALL: Mapping[str, Any] = {**_COMMON, "hidden_size": 256, "intermediate_size": 512}
+_PLAIN: Mapping[str, Any] = {
+    **_SMALL,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+}
 
 
 def _llama() -> Any:
-    config = transformers.LlamaConfig(
-        **_SMALL, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False
-    )
+    config = transformers.LlamaConfig(**_PLAIN)
     return transformers.LlamaForCausalLM(config)
 
 
 def _mistral() -> Any:
     """A window that vLLM applies in each layer, and SGLang in none."""
-    config = transformers.MistralConfig(
-        **_SMALL,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        sliding_window=64,
-        tie_word_embeddings=False,
-    )
+    config = transformers.MistralConfig(**_PLAIN, sliding_window=64)
     return transformers.MistralForCausalLM(config)
 
 
 def _qwen3() -> Any:
     """In SGLang with attention that is data-parallel, which its Llama is not made for."""
-    config = transformers.Qwen3Config(
-        **_SMALL, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False
-    )
+    config = transformers.Qwen3Config(**_PLAIN)
     return transformers.Qwen3ForCausalLM(config)
 
 

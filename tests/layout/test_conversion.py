@@ -14,11 +14,9 @@ from disagg.layout.binding import Stream, bind_rows, span_shapes
 from disagg.layout.conversion import Numbers
 from disagg.layout.plan import TransferPlan
 from disagg.layout.tables import LayoutTable, TensorLayout
-from disagg.testing.reference_numbers import FORMATS, convert, same
 from tests.support.numbers import (
     BF16,
     BY_HEAD,
-    DIMS,
     E4M3,
     HALVES,
     HEADS,
@@ -28,8 +26,10 @@ from tests.support.numbers import (
     REFUSED,
     Holder,
     Rank,
+    check_moved,
     make_rank,
     place,
+    random_numbers,
 )
 
 NUM_TOKENS = 29
@@ -65,12 +65,8 @@ def move(plan: TransferPlan, pages: tuple[np.ndarray, np.ndarray]) -> None:
 def test_plans_move_every_number(pair: tuple[Holder, Holder]) -> None:
     """Packed and unpacked on the host, and compared with the reference, with what else is in the pools."""
     prefill, decode = pair
-    rng, form = np.random.default_rng(3), FORMATS[prefill.dtype]
-    numbers = {
-        (role, layer): rng.integers(0, 2**form.bits, (NUM_TOKENS, HEADS, dim), np.uint64).astype(form.dtype)
-        for role, dim in DIMS.items()
-        for layer in range(LAYERS)
-    }
+    rng = np.random.default_rng(3)
+    numbers = random_numbers(rng, prefill.dtype, NUM_TOKENS)
     pages = tuple(rng.permutation(NUM_PAGES)[: -(-NUM_TOKENS // holder.page)] for holder in pair)
     sources = [make_rank(prefill, number) for number in range(prefill.tp)]
     found = [make_rank(decode, number) for number in range(decode.tp)]
@@ -78,18 +74,7 @@ def test_plans_move_every_number(pair: tuple[Holder, Holder]) -> None:
         place(prefill, source, numbers, pages[0].tolist(), range(NUM_TOKENS))
         for destination in found:
             move(plan_between(source, destination), (pages[0], pages[1]))
-    quantized = prefill if prefill.dtype.startswith("float8") else decode
-    for number, rank in enumerate(found):
-        wanted = make_rank(decode, number)
-        expected = {
-            key: convert(
-                each, prefill.dtype, decode.dtype, scale=quantized.scale(*key), rounding=decode.rounding or "nearest"
-            ) if prefill.dtype != decode.dtype else each
-            for key, each in numbers.items()
-        }  # fmt: skip
-        place(decode, wanted, expected, pages[1].tolist(), range(NUM_TOKENS))
-        for key, pool in rank.pools.items():
-            assert same(pool, wanted.pools[key], decode.dtype), (number, key)
+    check_moved(pair, numbers, found, pages[1].tolist(), range(NUM_TOKENS))
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)

@@ -13,13 +13,11 @@ from disagg import KVManager, ModelId, Pages, PeerUnreachable, new_request_id
 from disagg.backends.base import StagingShape
 from disagg.backends.local import LocalBackend
 from disagg.protocol.types import Event
-from disagg.testing.reference_numbers import FORMATS, convert, same
 from disagg.transfer.pool_memory import GpuPacker, PoolMemory
 from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS
 from tests.support.host_kernels import HostMover, Spans
 from tests.support.numbers import (
     BF16,
-    DIMS,
     E4M3,
     HEADS,
     HND,
@@ -31,8 +29,10 @@ from tests.support.numbers import (
     REFUSED,
     Holder,
     Rank,
+    check_moved,
     make_rank,
     place,
+    random_numbers,
 )
 
 
@@ -98,33 +98,14 @@ def move(
 def check(prefill: Holder, decode: Holder, num_tokens: int, first_token: int, *, seed: int, **settings: Any) -> None:
     """Move random bits, and compare every byte of decode's pools."""
     rng = np.random.default_rng(seed)
-    form = FORMATS[prefill.dtype]
-    numbers = {
-        (role, layer): rng.integers(0, 2**form.bits, (num_tokens, HEADS, dim), dtype=np.uint64).astype(form.dtype)
-        for role, dim in DIMS.items()
-        for layer in range(LAYERS)
-    }
+    numbers = random_numbers(rng, prefill.dtype, num_tokens)
     pages = tuple(rng.permutation(NUM_PAGES)[: -(-num_tokens // holder.page)].tolist() for holder in (prefill, decode))
     with connected(prefill, decode, **settings) as sides:
         for rank in sides[0]:
             place(prefill, rank, numbers, pages[0], range(num_tokens))
         events = move(sides, (pages[0], pages[1]), num_tokens, first_token)
         assert [event.error for event in events if not event.ok] == []
-    quantized = prefill.dtype.startswith("float8")
-    expected = numbers
-    if prefill.dtype != decode.dtype:
-        expected = {
-            key: convert(
-                stored, prefill.dtype, decode.dtype, scale=(prefill if quantized else decode).scale(*key),
-                rounding=decode.rounding or "nearest",
-            )
-            for key, stored in numbers.items()
-        }  # fmt: skip
-    for rank in sides[1]:
-        wanted = make_rank(decode, rank.topology.tp_rank)
-        place(decode, wanted, expected, pages[1], range(first_token, num_tokens))
-        for key, pool in rank.pools.items():
-            assert same(pool, wanted.pools[key], decode.dtype), (rank.topology, key)
+    check_moved((prefill, decode), numbers, sides[1], pages[1], range(first_token, num_tokens))
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)

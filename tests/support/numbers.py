@@ -12,7 +12,7 @@ import numpy.typing as npt
 from disagg import Component, Topology
 from disagg.core.memory import RawTensor
 from disagg.state import paged
-from disagg.testing.reference_numbers import FORMATS
+from disagg.testing.reference_numbers import FORMATS, convert, same
 
 HEADS, DIMS, LAYERS, NUM_PAGES = 4, {"k": 6, "v": 4}, 3, 24
 CANARY = 0xA5
@@ -75,6 +75,41 @@ def place(holder: Holder, rank: Rank, numbers: Mapping[tuple[str, int], Any], pa
         plain = np.moveaxis(pool, [holder.axes.split().index(axis) for axis in ("page", "token", "kv_head", "dim")], range(4))
         for token in tokens:
             plain[pages[token // holder.page], token % holder.page] = numbers[key][token, own]
+
+
+def random_numbers(rng: np.random.Generator, dtype: str, num_tokens: int) -> dict[tuple[str, int], Any]:
+    """Random bits of a dtype, `[token, head, dim]` by role and layer."""
+    form = FORMATS[dtype]
+    return {
+        (role, layer): rng.integers(0, 2**form.bits, (num_tokens, HEADS, dim), dtype=np.uint64).astype(form.dtype)
+        for role, dim in DIMS.items()
+        for layer in range(LAYERS)
+    }
+
+
+def check_moved(
+    pair: tuple[Holder, Holder],
+    numbers: Mapping[tuple[str, int], Any],
+    found: Sequence[Rank],
+    pages: Sequence[int],
+    tokens: range,
+) -> None:
+    """Decode's pools have what the reference makes of prefill's numbers in their places, and canaries everywhere else."""
+    prefill, decode = pair
+    quantized = prefill if prefill.dtype.startswith("float8") else decode
+    expected = numbers
+    if prefill.dtype != decode.dtype:
+        expected = {
+            key: convert(
+                stored, prefill.dtype, decode.dtype, scale=quantized.scale(*key), rounding=decode.rounding or "nearest"
+            )
+            for key, stored in numbers.items()
+        }
+    for rank in found:
+        wanted = make_rank(decode, rank.topology.tp_rank)
+        place(decode, wanted, expected, pages, tokens)
+        for key, pool in rank.pools.items():
+            assert same(pool, wanted.pools[key], decode.dtype), (rank.topology, key)
 
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"

@@ -141,42 +141,40 @@ def test_every_value(pair: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
                 same(found.view(dtype), wanted.view(dtype))
 
 
+def check_refused(prefill: tuple[Any, ...], decode: tuple[Any, ...], match: str) -> None:
+    with ExitStack() as stack:
+        side, _ = meet(stack, prefill, decode)
+        with pytest.raises(PeerUnreachable, match=match):
+            side.managers[0].wait_ready("decode", timeout_s=2.0)
+
+
+def check_ready(kept: tuple[Any, ...]) -> None:
+    """Two sides that keep the same."""
+    with ExitStack() as stack:
+        side, _ = meet(stack, kept, kept)
+        side.managers[0].wait_ready("decode", timeout_s=DEADLINE_S)
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_what_sglang_would_round_twice_is_refused(dtype: torch.dtype) -> None:
     """It divides by a scale in the dtype of the model. Between two such servers bytes are copied."""
     halves: Scales = dict.fromkeys(range(LAYERS), (0.5, 0.25))
-    with ExitStack() as stack:
-        prefill, _ = meet(stack, (BF16, 1, 16, NO_SCALES), (dtype, 1, 16, halves))
-        with pytest.raises(PeerUnreachable, match="expected the same dtype, since only the engine itself can make its"):
-            prefill.managers[0].wait_ready("decode", timeout_s=2.0)
-    with ExitStack() as stack:
-        prefill, _ = meet(stack, (dtype, 1, 16, halves), (dtype, 1, 16, halves))
-        prefill.managers[0].wait_ready("decode", timeout_s=DEADLINE_S)
-    with ExitStack() as stack:
-        prefill, _ = meet(stack, (dtype, 1, 16, halves), (dtype, 1, 16, NO_SCALES))
-        with pytest.raises(
-            PeerUnreachable, match=r"layer 0: scales (0\.5 and 1\.0|1\.0 and 0\.5): numbers would be quantized twice"
-        ):
-            prefill.managers[0].wait_ready("decode", timeout_s=2.0)
+    only_itself = "expected the same dtype, since only the engine itself can make its"
+    check_refused((BF16, 1, 16, NO_SCALES), (dtype, 1, 16, halves), only_itself)
+    check_ready((dtype, 1, 16, halves))
+    twice = r"layer 0: scales (0\.5 and 1\.0|1\.0 and 0\.5): numbers would be quantized twice"
+    check_refused((dtype, 1, 16, halves), (dtype, 1, 16, NO_SCALES), twice)
 
 
 def test_floats_that_sglang_has_divided_by_scales_are_not_converted() -> None:
     """It does so where the cache has another dtype than the model. Scales of a checkpoint are compared by name then."""
     halves: Scales = dict.fromkeys(range(LAYERS), (0.5, 0.25))
-    with ExitStack() as stack:
-        prefill, _ = meet(stack, (BF16, 1, 16, halves), (E4M3, 1, 16, NO_SCALES))
-        with pytest.raises(PeerUnreachable, match="tensor 'k': dtype: "):
-            prefill.managers[0].wait_ready("decode", timeout_s=2.0)
-    with ExitStack() as stack:
-        prefill, _ = meet(stack, (BF16, 1, 16, halves), (BF16, 1, 16, halves))
-        prefill.managers[0].wait_ready("decode", timeout_s=DEADLINE_S)
+    check_refused((BF16, 1, 16, halves), (E4M3, 1, 16, NO_SCALES), "tensor 'k': dtype: ")
+    check_ready((BF16, 1, 16, halves))
 
 
 def test_two_formats_of_8_bits_are_refused() -> None:
-    with ExitStack() as stack:
-        prefill, _ = meet(stack, (E5M2, 1, 16, NO_SCALES), (E4M3, 1, 16, NO_SCALES))
-        with pytest.raises(PeerUnreachable, match="numbers would be quantized twice"):
-            prefill.managers[0].wait_ready("decode", timeout_s=2.0)
+    check_refused((E5M2, 1, 16, NO_SCALES), (E4M3, 1, 16, NO_SCALES), "numbers would be quantized twice")
 
 
 def test_drafts_and_latents_are_not_converted() -> None:
