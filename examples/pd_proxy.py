@@ -685,7 +685,7 @@ class Answer:
         return "" if "stopped" in answer else str(answer.get("not_stopped") or "the server stops no requests")
 
     def _note_move(self, reason: str) -> None:
-        """Tell who waits for it that it has moved, or for what reason it stays."""
+        """Tell whoever waits for the move that it is done, or why the answer stays."""
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(reason)
 

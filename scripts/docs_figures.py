@@ -221,7 +221,7 @@ def sglang_load() -> Iterator[str]:
 
 
 def _sglang(part: str) -> Iterator[Any]:
-    """What was measured of both backends: at TP 1 in the first run, at TP 2 in the second one."""
+    """The rows that were measured with both backends: TP 1 in the first run, TP 2 in the second one."""
     for name in ("sglang-2xh200.json", "sglang-2xh200-tp2.json"):
         yield from (row for row in _read(name)[part] if {"nixl_ms", "nixl_rps"} & row.keys())
 

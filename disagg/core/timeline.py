@@ -57,7 +57,8 @@ class Timeline(TransferPhases, frozen=True, kw_only=True):  # type: ignore[misc]
 
 
 class Moments:
-    """What is noted of a request while it is under way. The manager's thread notes all but `taken_at`.
+    """When what happens to a request while it is under way, and how much it moves. The manager's thread notes all of it but
+    `taken_at`.
 
     Times are by `time.monotonic`. `landed_at`: the transfer that ended last has ended, or the writer has said so; `transfer`
     has its phases. `nbytes` and `pieces` are what all transfers of a send have written and posted.

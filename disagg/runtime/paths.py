@@ -60,7 +60,8 @@ def bind_outgoing(
     make_stream: MakeStream = source_stream,
 ) -> BoundTransfer:
     """Every copy of a transfer, by its path. `packs`: whether the peer lends slots; if not `direct`, everything is packed.
-    What is converted is packed too. `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do not fit.
+    Components whose numbers are converted are packed, too. `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do
+    not fit.
     """
     posted: list[CopyBatch] = []
     parts: list[Part] = []

@@ -168,7 +168,7 @@ class RequestTable:
         handle.lease.on_release(functools.partial(self._on_release, handle.lease))
 
     def moments_of(self, session: Session) -> Moments:
-        """What is noted of a request."""
+        """When what happened to a request, and how much it has moved."""
         request = self._requests.get(session.lease)
         return Moments() if request is None else request.ending.moments
 

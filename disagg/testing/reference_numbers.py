@@ -88,7 +88,7 @@ FORMATS = {
 
 
 def convert(stored: Stored, source: str, destination: str, *, scale: npt.ArrayLike, rounding: str = "nearest") -> Stored:
-    """What is stored in format `destination` for what is stored in `source`. In single precision, numbers are divided by
+    """The numbers of format `source`, as format `destination` stores them. In single precision, numbers are divided by
     `scale`, or multiplied by it if the source has 8 bits. Scales are broadcast.
     """
     factors: npt.NDArray[np.float32] = np.asarray(scale, dtype=np.float32)

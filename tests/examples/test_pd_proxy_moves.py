@@ -1,4 +1,4 @@
-"""The example's proxy empties decode servers, which are stand-ins: what they are asked when others fail."""
+"""The example's proxy drains decode servers. Stand-ins take their place, some of which fail."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_request_that_nobody_takes_expires() -> None:
 
 @pytest.mark.sweep
 def test_random_schedules_give_requests_to_either_taker() -> None:
-    """Of what was kept, a sixth or more, despite all faults. Takers that die are among those of both instances."""
+    """At least a sixth of the kept requests, despite all faults. Takers that die are among those of both instances."""
     taken: Counter[str] = Counter()
     died: Counter[str] = Counter()
     num_kept = 0

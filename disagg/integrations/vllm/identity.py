@@ -30,7 +30,7 @@ PLAIN = ("auto", "float32", "float16", "bfloat16")
 """VLLM's names of KV caches that are not quantized."""
 
 BY_HEAD = (Kind.FULL, Kind.WINDOW, Kind.CHUNK)
-"""What has K and V for each head."""
+"""Kinds of layers that have K and V for each head."""
 
 Gather = Callable[[Any], list[Any]]
 """Returns what every rank of a group gives, in order."""

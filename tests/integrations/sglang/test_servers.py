@@ -356,7 +356,9 @@ def test_pages_are_free_after_prefill_was_killed(servers: Servers) -> None:
 
 
 def test_prefill_is_replaced_under_load(servers: Servers) -> None:
-    """Decode notices the end of the process before it misses a heartbeat. The new server, at TP 1, answers what was waiting."""
+    """Decode notices the end of the process before it misses a heartbeat. The new server, at TP 1, answers the requests that
+    were waiting.
+    """
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         alone = pool.submit(servers.decode.complete, PROMPTS[-1], stream=False, **where(servers, next(ROOMS)))
         servers.decode.wait_queued("decode_transfer")
