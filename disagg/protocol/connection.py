@@ -103,6 +103,11 @@ class PeerConnection:
         return self.state is ConnectionState.CLOSED
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it is ready, but no connection that the peer has opened is there."""
+        return self.state in (ConnectionState.ONE_WAY, ConnectionState.CLOSED)
+
+    @property
     def due(self) -> float:
         """When a hello or the loss of the peer is next due."""
         return min(self.hello_at, self.lost_at)

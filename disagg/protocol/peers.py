@@ -512,15 +512,16 @@ class PeerTable:
             elif link.unanswered and self._may_be_gone(link):
                 self.effects.append(Probe(link.dial))
         else:
-            link.greet_at(now + ASK_AGAIN_S if link.has_ended else self._renew_at(link, now))
+            again_s = ASK_AGAIN_S if link.has_ended else limits.heartbeat_s
+            link.greet_at(now + again_s if link.is_alone else self._renew_at(link, now))
             if link.address == instance.address and not instance.ready:
                 link.hello_by(now + limits.max_hello_retry_s)
-            if link.renews and not link.has_ended:
+            if link.renews and not link.is_alone:
                 link.renew()
                 self.effects.append(SendTo(link.dial, Renew()))
                 return
         link.greet(awaited=is_awaited)
-        self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=link.has_ended))
+        self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=not is_awaited and link.is_alone))
 
     def _renew_at(self, link: PeerConnection, now: float) -> float:
         """When a connection is renewed next: a few together, so that this rank wakes up less often."""

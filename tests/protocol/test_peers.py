@@ -186,6 +186,21 @@ def test_a_connection_that_opens_late_gets_a_hello_at_once() -> None:
     assert take_effects(table) == [SendHello(0)]
 
 
+def test_a_peer_that_has_not_connected_is_asked_to() -> None:
+    """Its connection may have ended while this rank still said hello to it, and nothing else would tell it."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    reply(table, LEADER, welcome(), 0.0)
+    take_effects(table)
+    for count in (1, 2):
+        table.tick(count * LIMITS.heartbeat_s)
+        assert take_effects(table) == [SendHello(0, 0, 7, again=True)]
+    table.on_inbound(b"c1", "", hello("decode-0"), 2 * LIMITS.heartbeat_s)
+    take_effects(table)
+    table.tick(2 * LIMITS.heartbeat_s + LIMITS.renew_s)
+    assert not any(isinstance(effect, SendHello) and effect.again for effect in take_effects(table))
+
+
 def test_a_peer_whose_connection_has_ended_is_asked_for_another() -> None:
     """As after a TCP reset: libzmq connects again by itself, and tells neither side of it."""
     table, peer = peer_table(), peer_table()

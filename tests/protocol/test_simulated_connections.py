@@ -8,11 +8,13 @@ import pytest
 from harness.simulator.connections import check_connections
 
 NUM_SCHEDULES = 120
+FOUND = (1007404,)
+"""Seeds of faults: the connection that the peer had opened ended while this rank said hello to it."""
 
 
 @pytest.mark.sweep
 def test_both_sides_become_ready_again_and_stay_so() -> None:
-    found = [problem for seed in range(NUM_SCHEDULES) for problem in check_connections(seed)]
+    found = [problem for seed in (*FOUND, *range(NUM_SCHEDULES)) for problem in check_connections(seed)]
     assert found == []
 
 
