@@ -321,7 +321,8 @@ class RankProcess:
         return self.session.get(f"http://{self.bootstrap}/health").status_code
 
     def look_up(self) -> bool:
-        """Learn of the instance at the bootstrap server."""
+        """Learn of the instance that is at the bootstrap server now."""
+        self.manager.prefill_info_table.pop(self.bootstrap, None)
         while not self.manager.try_ensure_parallel_info(self.bootstrap):
             time.sleep(STEP_S)
         return True
