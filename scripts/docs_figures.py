@@ -12,6 +12,7 @@ from tests.integrations.vllm.recipes import CACHES, RECIPES
 FOLDER = Path(__file__).resolve().parents[1] / "docs/benchmarks"
 SERVERS, MODELS, CPU = "vllm-client-2xgpu.json", "vllm-2xh200-models.json", "vllm-cpu.json"
 STEPS, TURNS, FP8, CONVERTED = "vllm-steps-2xh200.json", "turns-2xgpu.json", "vllm-fp8-2xgpu.json", "convert-2xgpu.json"
+DRAFTS = "vllm-drafts-2xgpu.json"
 OURS, THEIRS = "DisaggConnector", "NixlConnector"
 TITLES = {"llama": "Llama", "falcon-h1": "Falcon-H1", "deepseek-v2": "DeepSeek-V2"}
 
@@ -142,6 +143,15 @@ def vllm_drains() -> Iterator[str]:
         yield f"| {row['requests']} | {row['bytes'] / 1e9:.2f} GB | {times} | {gaps} |"
 
 
+def vllm_drafts() -> Iterator[str]:
+    """What becomes of drafts after a hand-over between two GPUs."""
+    yield "| prompt tokens | decode alone | handed over | handed over without the head's KV | answers equal to decode alone |"
+    yield "|---|---|---|---|---|"
+    for row in _read(DRAFTS)["drafts"]:
+        counts = " | ".join(f"{row[way]['accepted']} of {row[way]['drafted']:,}" for way in ("alone", "moved", "without"))
+        yield f"| {row['tokens']:,} | {counts} | {row['moved_equal']} and {row['without_equal']} of {row['asked']} |"
+
+
 def vllm_fp8() -> Iterator[str]:
     """KV in bfloat16 and FP8 on each side, between two GPUs."""
     table = _read(FP8)
@@ -169,7 +179,8 @@ def converted() -> Iterator[str]:
     own, most = str(table["blocks"]), "132"
     rules: dict[str, list[Any]] = {}
     for row in table["rows"]:
-        rules.setdefault(row["rule"].replace("->", "to") + f", scale {row['scale']:g}", []).append(row)
+        scales = f"scales of {row['heads']} heads" if row["heads"] > 1 else f"scale {row['scale']:g}"
+        rules.setdefault(row["rule"].replace("->", "to") + f", {scales}", []).append(row)
     yield f"| | GB/s, {own} blocks | share of a copy | GB/s, {most} blocks | share of a copy |"
     yield "|---|---|---|---|---|"
     for rule, rows in rules.items():

@@ -45,6 +45,7 @@ from scripts.docs_figures import (  # noqa: E402
     sglang_rows,
     vllm_bullets,
     vllm_deaths,
+    vllm_drafts,
     vllm_drains,
     vllm_first_tokens,
     vllm_fp8,
@@ -367,7 +368,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
         connection_states, receive_states, writer_states, send_states, messages,
         bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
         command_line, converted, sglang_recipes, sglang_load, sglang_rows, vllm_bullets, vllm_deaths, vllm_drains,
-        vllm_first_tokens, vllm_fp8, vllm_loads, vllm_moves, vllm_recipes, vllm_steps, vllm_turns,
+        vllm_drafts, vllm_first_tokens, vllm_fp8, vllm_loads, vllm_moves, vllm_recipes, vllm_steps, vllm_turns,
     )
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,41 +27,62 @@ from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
 from disagg.testing.reference_numbers import FORMATS, convert, same
 from harness.conditions import conditions
 
+
+class Rule(NamedTuple):
+    """`scale` is that of each layer; with more than one KV head, head `h` has `h + 1` times as much."""
+
+    source: str
+    destination: str
+    scale: float
+    heads: int = 1
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        return tuple(self.scale * (head + 1) for head in range(self.heads))
+
+
 RULES = (
-    ("bfloat16", "float8_e4m3fn", 0.037),
-    ("bfloat16", "float8_e4m3fn", 1.0),
-    ("float16", "float8_e4m3fn", 0.037),
-    ("float32", "float8_e4m3fn", 0.037),
-    ("bfloat16", "float8_e5m2", 0.037),
-    ("float16", "float8_e5m2", 1.0),
-    ("float32", "float8_e5m2", 1.0),
-    ("float8_e4m3fn", "bfloat16", 0.037),
-    ("float8_e4m3fn", "bfloat16", 1.0),
-    ("float8_e5m2", "float16", 1.0),
-    ("bfloat16", "float16", 1.0),
+    Rule("bfloat16", "float8_e4m3fn", 0.037),
+    Rule("bfloat16", "float8_e4m3fn", 0.037, heads=8),
+    Rule("float8_e4m3fn", "bfloat16", 0.037),
+    Rule("float8_e4m3fn", "bfloat16", 0.037, heads=8),
+    Rule("float16", "float8_e4m3fn", 0.037),
+    Rule("float32", "float8_e4m3fn", 0.037),
+    Rule("bfloat16", "float8_e5m2", 0.037),
+    Rule("bfloat16", "float8_e4m3fn", 1.0),
+    Rule("float8_e5m2", "float16", 1.0),
+    Rule("bfloat16", "float16", 1.0),
+    Rule("float16", "float8_e5m2", 1.0),
+    Rule("float32", "float8_e5m2", 1.0),
 )
 PIECES = (128, 256, 1024, 4096)
 TOTAL = 256 << 20
-BLOCKS = (64, 132)
+BLOCKS = (64, 96, 132)
 CHECKED_LAYERS = (0, NUM_LAYERS - 1)
 WIDE = (1, 2)
 
 
-def converting(bench: Bench, piece: int, rule: tuple[str, str, float]) -> Batch:
-    """Pieces of `piece` bytes of the destination, in random pages on both sides."""
-    source, destination, scale = rule
+def converting(bench: Bench, piece: int, rule: Rule) -> Batch:
+    """Pieces of `piece` bytes of the destination, in random pages on both sides. Heads of a token lie side by side."""
+    source, destination = rule.source, rule.destination
     wide = piece // ITEMSIZE[destination] * ITEMSIZE[source]
+    strides = (rule.heads * wide, WIDE[1] * rule.heads * piece)
+    heads = np.arange(rule.heads, dtype=np.uint64)
+    at = (heads * np.uint64(wide), heads * np.uint64(piece) + np.uint64((WIDE[1] - 1) * rule.heads * piece))
+    layers = (np.array(each, np.uint64) for each in (bench.pool.layers, bench.remote_layers))
+    bases = [(each[:, None] + offsets).ravel() for each, offsets in zip(layers, at, strict=True)]
     shape: SpanShape = dataclasses.replace(
         shape_of(bench.pool.layers, bench.remote_layers, piece, WIDE),
-        source_bases=np.array(bench.pool.layers, np.uint64),
-        row_strides=(PAGE * wide, PAGE * WIDE[1] * piece),
-        token_strides=(wide, WIDE[1] * piece),
-        num_rows=(LAYER_NBYTES // (PAGE * wide), LAYER_NBYTES // (PAGE * WIDE[1] * piece)),
+        source_bases=bases[0],
+        destination_bases=bases[1],
+        row_strides=(PAGE * strides[0], PAGE * strides[1]),
+        token_strides=strides,
+        num_rows=(LAYER_NBYTES // (PAGE * strides[0]), LAYER_NBYTES // (PAGE * strides[1])),
         formats=(source, destination, "nearest"),
-        scales=(scale,) * NUM_LAYERS,
+        scales=rule.scales * NUM_LAYERS,
     )
     rng = np.random.default_rng(piece)
-    count = min(TOTAL // (NUM_LAYERS * PAGE * piece), *shape.num_rows)
+    count = min(TOTAL // (NUM_LAYERS * PAGE * rule.heads * piece), *shape.num_rows)
     rows = [rng.permutation(number)[:count] for number in shape.num_rows]
     zero = np.zeros(count, np.int64)
     runs = np.stack([rows[0], zero, rows[1], zero, zero + PAGE], axis=1)
@@ -70,18 +91,20 @@ def converting(bench: Bench, piece: int, rule: tuple[str, str, float]) -> Batch:
     return Batch(spans, prepared, columns_of(shape, runs), rows[0], rows[1], piece, WIDE)
 
 
-def verify(bench: Bench, batch: Batch, rule: tuple[str, str, float]) -> bool:
+def verify(bench: Bench, batch: Batch, rule: Rule) -> bool:
     """Whether some destination layers hold the converted pieces, and poison elsewhere."""
-    source, destination, scale = rule
+    source, destination = rule.source, rule.destination
+    numbers = batch.piece // ITEMSIZE[destination]
     good = True
     for layer in CHECKED_LAYERS:
         bench._copy(bench.scratch, bench.mapped[layer])
         found = bench.array(bench.scratch).get()
         pieces = bench.array(bench.pool.layers[layer]).get().view(FORMATS[source].dtype)
-        pieces = pieces.reshape(-1, PAGE, batch.piece // ITEMSIZE[destination])[batch.source]
+        pieces = pieces.reshape(-1, PAGE, rule.heads, numbers)[batch.source]
         expected = np.full(LAYER_NBYTES, POISON, np.uint8)
-        shaped = expected.view(FORMATS[destination].dtype).reshape(-1, PAGE, WIDE[1], batch.piece // ITEMSIZE[destination])
-        shaped[batch.destination, :, -1] = convert_all(pieces, source, destination, scale)
+        shaped = expected.view(FORMATS[destination].dtype).reshape(-1, PAGE, WIDE[1], rule.heads, numbers)
+        for head, scale in enumerate(rule.scales):
+            shaped[batch.destination, :, -1, head] = convert_all(pieces[:, :, head], source, destination, scale)
         kinds = found.view(FORMATS[destination].dtype), expected.view(FORMATS[destination].dtype)
         good = good and same(*kinds, destination)
     return good
@@ -103,7 +126,7 @@ def fill(bench: Bench, stored: np.ndarray) -> None:
         bench._copy(layer, bench.scratch)
 
 
-def is_right(bench: Bench, batch: Batch, rule: tuple[str, str, float]) -> bool:
+def is_right(bench: Bench, batch: Batch, rule: Rule) -> bool:
     """Move the pieces once, and verify them."""
     bench.array(bench.scratch)[:] = POISON
     for layer in CHECKED_LAYERS:
@@ -112,9 +135,9 @@ def is_right(bench: Bench, batch: Batch, rule: tuple[str, str, float]) -> bool:
     return verify(bench, batch, rule)
 
 
-def measure_rule(bench: Bench, rule: tuple[str, str, float]) -> list[dict[str, Any]]:
+def measure_rule(bench: Bench, rule: Rule) -> list[dict[str, Any]]:
     """One rule, next to copies of as many bytes. All bits are verified; rates are those of normally distributed numbers."""
-    source, destination, scale = rule
+    source, scale = rule.source, rule.scale
     rng = np.random.default_rng(1)
     fill(bench, rng.integers(0, 256, 4 << 20, np.uint8))
     batches = {piece: converting(bench, piece, rule) for piece in PIECES}
@@ -131,8 +154,9 @@ def measure_rule(bench: Bench, rule: tuple[str, str, float]) -> list[dict[str, A
                 rate = each.spans.total_nbytes / bench.kernel(each, max_blocks=blocks) / 1e9
                 rates[name][str(blocks)] = round(rate, 1)
         row: dict[str, Any] = {
-            "rule": f"{source} -> {destination}",
+            "rule": f"{source} -> {rule.destination}",
             "scale": scale,
+            "heads": rule.heads,
             "piece_bytes": piece,
             "gbps": rates["by_blocks"][str(CONVERTING_BLOCKS)],
             "copy_gbps": rates["copy_by_blocks"][str(CONVERTING_BLOCKS)],

@@ -24,7 +24,7 @@ THREADS = 1024
 MIN_TILE, MAX_TILE = 4 << 10, 64 << 10
 """Bytes that a warp takes at a time."""
 TILES_PER_WARP = 4
-CONVERTING_BLOCKS = 64
+CONVERTING_BLOCKS = 96
 """Least thread blocks of a copy that converts numbers, which is more work; see `docs/benchmarks/convert-2xgpu.json`."""
 PART = 1 << 16
 """Maximum pieces per launch. The next part of a larger batch is encoded and uploaded while the parts before it are copied."""
