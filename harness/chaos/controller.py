@@ -48,7 +48,8 @@ class Chaos:
 
     `rng` chooses what is done to ranks: it must not depend on the speed of requests. `hosts`: the ranks run on two hosts.
     `silence_s`: a rank that is silent for this long counts as lost. `link`: engines of prefill and of decode
-    ranks use its two devices. Deadlines and intervals are multiplied by `slow`.
+    ranks use its two devices. Deadlines and intervals are multiplied by `slow`. `may_post`: some ranks write into rows of
+    other hosts themselves.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Chaos:
         longest_s: float,
         grace_s: float,
         slow: float,
+        may_post: bool,
     ) -> None:
+        self._may_post = may_post
         self.report, self.hosts, self.link, self.silence_s = report, hosts, link, silence_s * slow
         self._longest_s, self._grace_s, self._slow = longest_s, grace_s, slow
         self._fenced = report.fencing == "on"
@@ -97,7 +100,7 @@ class Chaos:
             devices=self._devices(instance),
             listen=address or f"tcp://{host}:0",
             leader=leader,
-            pack_below=self._rng.choice((None, 0)),
+            pack_below=self._rng.choice((None, 0)) if self._may_post else None,
             verify=self._rng.choice(("off", "full")),
             faults={**(FENCED if self._fenced else UNFENCED), "seed": self._rng.randrange(1 << 30)},
             silence_s=self.silence_s,

@@ -68,7 +68,16 @@ def run(
         link = RdmaLink(0)
         link.create()
         made.append(link)
-    chaos = Chaos(report, hosts=between, link=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s, slow=slow)
+    chaos = Chaos(
+        report,
+        hosts=between,
+        link=link,
+        silence_s=silence_s,
+        longest_s=longest_s,
+        grace_s=grace_s,
+        slow=slow,
+        may_post=hosts == 1 or not any(KINDS[kind].ends_ranks for kind in kinds),
+    )
     began = time.monotonic()
     try:
         with suppress(RunEnded):
