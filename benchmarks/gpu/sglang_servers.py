@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.gpu.server_options import server_options
 from benchmarks.gpu.sglang_clients import measure_all, warm_up
 from benchmarks.gpu.vllm_clients import Pair, Plan
 from benchmarks.gpu.vllm_servers import running, terminate
@@ -153,18 +154,11 @@ def make_plan(gpus: int, limit_s: float) -> Plan:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=2, help="0: a small model on the CPU")
+    parser = server_options(__doc__, gpus=2, limit_s=450.0, start_s=200.0)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--engine", choices=ENGINES, help="of this library (default: nvlink, and cma on the CPU)")
     parser.add_argument("--prefill-tp", nargs="+", type=int, choices=(1, 2), default=[1, 2])
     parser.add_argument("--staging", action="store_true", help="give SGLang's NIXL backend its buffers for unequal TP")
-    parser.add_argument(
-        "--limit-s", type=float, default=450.0, metavar="SECONDS", help="end after this time, with the results so far"
-    )
-    parser.add_argument("--start-s", type=float, default=200.0, metavar="SECONDS", help="how long to wait for the servers")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     return parser.parse_args()
 
 

@@ -20,7 +20,6 @@ decode servers that compute the prompt.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import random
@@ -34,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.server_options import server_options
 from benchmarks.gpu.vllm_clients import WARM_UP, Plan
 from benchmarks.gpu.vllm_models import CHUNK, COMPILING_S, SMALL_CHUNK, difference
 from benchmarks.gpu.vllm_requests import Broken, Reply, hand_over, num_external, prompt_of, stream
@@ -158,13 +158,7 @@ def wanted(head: Path, block: int, chunk: int, backend: str) -> Iterator[Wanted]
 
 def main() -> None:
     """Start the servers, measure, and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=2, help="0: a small model on the CPU")
-    parser.add_argument("--limit-s", type=float, default=240.0, metavar="SECONDS", help="end after this time")
-    parser.add_argument("--start-s", type=float, default=160.0, metavar="SECONDS", help="how long to wait for the servers")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    given = parser.parse_args()
+    given = server_options(__doc__, gpus=2, limit_s=240.0, start_s=160.0).parse_args()
     signal.signal(signal.SIGTERM, terminate)
     plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
     chunk, backend = (CHUNK, "nvlink") if given.gpus else (SMALL_CHUNK, "nixl")

@@ -27,7 +27,6 @@ without a prefill server. `failed_loads` is the connector's own count.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -47,6 +46,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.server_options import server_options
 from benchmarks.gpu.vllm_clients import Plan
 from benchmarks.gpu.vllm_connectors import FP8, PREFILL
 from benchmarks.gpu.vllm_requests import Broken, Reply, hand_over, num_external, prompt_of, stream
@@ -304,15 +304,10 @@ def measure(fleets: list[Fleet], *, kills: bool) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Start the servers, measure, and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=1, help="0: small models on the CPU")
+    parser = server_options(__doc__, gpus=1, limit_s=400.0, start_s=200.0)
     parser.add_argument("--models", nargs="+", choices=list(VARIANTS), default=list(MODELS))
     parser.add_argument("--no-spare", action="store_true", help="start one prefill server only, and leave out `during`")
     parser.add_argument("--no-deaths", action="store_true", help="leave out `killed`")
-    parser.add_argument("--limit-s", type=float, default=400.0, metavar="SECONDS", help="end after this time")
-    parser.add_argument("--start-s", type=float, default=200.0, metavar="SECONDS", help="how long to wait for the servers")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, terminate)
     plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)

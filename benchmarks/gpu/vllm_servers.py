@@ -15,7 +15,6 @@ other ones are measured. All servers are killed in the end.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import signal
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.gpu.server_options import server_options
 from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all
 from benchmarks.gpu.vllm_connectors import CONNECTORS, DECODE_ONLY, OTHERS, environment, options
 from benchmarks.gpu.vllm_tables import show
@@ -197,20 +197,13 @@ def terminate(number: int, _: object) -> None:
 
 def main() -> None:
     """Start the servers, measure, and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(0, 1, 2, 4, 8), default=1, help="0: a small model on the CPU")
+    parser = server_options(__doc__, gpus=1, most_gpus=8, limit_s=540.0)
     parser.add_argument("--connectors", nargs="+", choices=CONNECTORS, default=list(CONNECTORS))
     parser.add_argument(
         "--prefill-tp", nargs="+", type=int, choices=(1, 2, 4), default=[1], help="tensor-parallel sizes of prefill"
     )
     parser.add_argument("--decode-tp", type=int, choices=(1, 2, 4), default=1, help="tensor-parallel size of decode")
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="the most requests at once")
-    parser.add_argument(
-        "--limit-s", type=float, default=540.0, metavar="SECONDS", help="end after this time, with the results so far"
-    )
-    parser.add_argument("--start-s", type=float, default=240.0, metavar="SECONDS", help="how long to wait for the servers")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, terminate)
     connectors, sizes = tuple(given.connectors), tuple(given.prefill_tp)

@@ -18,7 +18,6 @@ Its connector writes these moments, which cost microseconds. All processes read 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -38,6 +37,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from benchmarks.gpu import vllm_older
+from benchmarks.gpu.server_options import server_options
 from benchmarks.gpu.vllm_client import PATIENCE_S, Ways
 from benchmarks.gpu.vllm_clients import WARM_UP, Plan
 from benchmarks.gpu.vllm_requests import prompt_of
@@ -129,14 +129,10 @@ def row(length: int, asked: Sequence[tuple[float, float, float]], noted: Sequenc
 
 def main() -> None:
     """Start the servers, measure, and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(0, 2), default=2, help="0: a small model on the CPU")
-    parser.add_argument("--start-s", type=float, default=240.0, metavar="SECONDS", help="how long to wait for the servers")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    given = parser.parse_args()
+    given = server_options(__doc__, gpus=2, limit_s=600.0).parse_args()
     signal.signal(signal.SIGTERM, terminate)
     backend = "nvlink" if given.gpus else "nixl"
-    plan = Plan.on_gpu(600) if given.gpus else Plan.on_cpu(600)
+    plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
     chunk = 20480 if given.gpus else 1536
     table: dict[str, Any] = {**conditions(), "gpus": given.gpus, "backend": backend}
     table["load_before"] = table.pop("load")  # of the machine
@@ -150,7 +146,7 @@ def main() -> None:
             Wanted("none 0", "none", 0, plan.block, LARGE, chunk),
         ]
         starts = {one.name: partial(start, one, model, given.gpus) for one in chosen}
-        with running(starts, plan.problems, patience_s=given.start_s, logs=None) as ready:
+        with running(starts, plan.problems, patience_s=given.start_s, logs=given.logs) as ready:
             asked = list(ask_all(Ways(ready, backend, 1, max_tokens=4), plan))
         noted = moments(folder)
     table["rows"] = [row(length, [each[1:] for each in asked if each[0] == length], noted) for length in plan.lengths]

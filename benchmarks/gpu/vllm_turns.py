@@ -46,6 +46,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.gpu.server_options import server_options
 from benchmarks.gpu.vllm_client import FAILURES, PATIENCE_S, median_ms
 from benchmarks.gpu.vllm_clients import WARM_UP, TimeLimit
 from benchmarks.gpu.vllm_connectors import PREFILL
@@ -350,13 +351,8 @@ def token_nbytes_of(model: Path, *, itemsize: int) -> int:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(0, 1, 2, 4, 8), default=2, help="0: a small model on the CPU")
+    parser = server_options(__doc__, gpus=2, most_gpus=8, limit_s=540.0)
     parser.add_argument("--backend", choices=("nvlink", "nixl"), help="of this library (default: nvlink, and nixl on the CPU)")
-    parser.add_argument("--limit-s", type=float, default=540.0, metavar="SECONDS", help="end with the results so far")
-    parser.add_argument("--start-s", type=float, default=240.0, metavar="SECONDS", help="how long to wait for the servers")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     return parser.parse_args()
 
 
