@@ -80,10 +80,11 @@ chaos-rdma: setup ## Kill ranks, lose packets and take devices down over soft RD
 check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)
 	@echo "check: lint"; $(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE)
-	@echo "check: types"; $(BIN)/mypy --no-error-summary $(PYTHON_CODE)
-	@echo "check: types of the examples and of the pages' Python, as pyright sees them"; $(BIN)/python scripts/docs_blocks.py out/blocks
-	@$(BIN)/mypy --no-error-summary out/blocks/*.py
-	@$(BIN)/basedpyright --level error >out/pyright.log 2>&1 || { cat out/pyright.log; exit 1; }
+	@echo "check: types, by mypy, and by pyright as users of the examples and of the pages' Python see them"
+	@$(BIN)/python scripts/docs_blocks.py out/blocks
+	@$(BIN)/basedpyright --level error >out/pyright.log 2>&1 & pyright=$$!; \
+	  $(BIN)/mypy --no-error-summary $(PYTHON_CODE); $(BIN)/mypy --no-error-summary out/blocks/*.py; \
+	  wait $$pyright || { cat out/pyright.log; exit 1; }
 	@echo "check: direction of imports"; $(BIN)/lint-imports | grep -E 'KEPT|BROKEN|->|not allowed|Contracts:|rror'
 	@echo "check: long files, classes and functions (a hint for reviewers)"; $(BIN)/python scripts/sizes.py
 	@echo "check: format of C++"; $(BIN)/clang-format --dry-run -Werror $(CXX_CODE)
