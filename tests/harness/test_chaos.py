@@ -61,15 +61,8 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
 @pytest.mark.parametrize(
     ("engine", "kinds"),
     [
-        ("nixl", ["stop", "compete"]),
-        pytest.param("mooncake", ["users", "compete"], marks=needs_places),
-        ("nixl", ["give-up"]),
-        pytest.param("nixl", ["reset", "reset"], marks=needs_resets),
-        pytest.param("mooncake", ["reset", "reset"], marks=needs_resets),
-        ("mooncake", ["descriptors"]),
-        ("mooncake", ["many-peers"]),
-        ("nixl", ["execute"]),
-        ("mooncake", ["execute", "alias", "disorder"]),
+        ("nixl", ["stop", "compete", "give-up", "reset", "reset", "execute"]),
+        ("mooncake", ["users", "compete", "reset", "reset", "execute", "alias", "disorder", "descriptors", "many-peers"]),
         ("nixl", ["reopen", "reopen"]),
         ("mooncake", ["reopen", "reopen"]),
         ("cma", ["reopen", "reopen", "disorder", "alias", "execute"]),
@@ -77,9 +70,16 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
     ids=lambda value: value if isinstance(value, str) else "-".join(dict.fromkeys(value)),
 )
 def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: list[str]) -> None:
-    report = run(engine, seed=3, rounds=len(kinds), kinds=kinds, silence_s=SILENCE_S, longest_s=LONGEST_S, requests=REQUESTS)
+    lacks_places, lacks_resets = missing_for_places(), missing_for_resets()
+    kinds = [
+        kind
+        for kind in kinds
+        if not ((KINDS[kind].needs_places and lacks_places) or (KINDS[kind].needs_resets and lacks_resets))
+    ]
+    requests = len(kinds) * REQUESTS // 2
+    report = run(engine, seed=3, rounds=len(kinds), kinds=kinds, silence_s=SILENCE_S, longest_s=LONGEST_S, requests=requests)
     assert report.rounds_done == len(kinds)
-    assert report.healing.keys() > {"the start"}
+    assert {name.partition(":")[0] for name in report.healing} >= set(kinds) - {"disorder"}
     assert report.successes > 20
     assert report.good, str(report)
     if "compete" in kinds:
@@ -103,19 +103,12 @@ def test_a_stopped_rank_that_hides_from_another_user_is_not_taken_for_ended(engi
 @pytest.mark.chaos
 @needs_places
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"])
-def test_hosts_reconnect_after_their_link_was_cut(engine: str) -> None:
-    report = run(engine, seed=3, rounds=1, kinds=["cut"], hosts=2, silence_s=SHORT_SILENCE_S, longest_s=16.0)
+def test_hosts_reconnect_after_their_link_was_cut_and_ranks_were_killed(engine: str) -> None:
+    """No row stays held for a rank of another host: no proof of its end can come, and it may write into lent slots only."""
+    kinds = ["cut", "kill", "give-up"]
+    report = run(engine, seed=3, rounds=3, kinds=kinds, hosts=2, silence_s=SHORT_SILENCE_S, longest_s=16.0, requests=REQUESTS)
     assert report.healing["cut"].times == 1
-    assert report.good, str(report)
-
-
-@pytest.mark.chaos
-@needs_places
-@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
-def test_no_row_is_held_after_a_rank_of_another_host_has_ended(engine: str) -> None:
-    """No proof of its end can come, and none is needed: what it may still write is lent slots."""
-    report = run(engine, seed=6, rounds=3, kinds=["kill", "give-up"], hosts=2, silence_s=SHORT_SILENCE_S, requests=REQUESTS)
-    assert report.healing.keys() >= {"kill", "give-up"}
+    assert report.healing.keys() >= set(kinds)
     assert report.successes > 20
     assert not report.quarantined_rows
     assert report.good, str(report)
