@@ -114,13 +114,14 @@ class Engine:
         stop: Sequence[int] = (),
         sampling: Mapping[str, Any] | None = None,
         hold_at: int = 0,
+        name: str = "",
         **fields: Any,
     ) -> str:
-        """Start a request, and return its id. It ends with the first of the tokens `stop`. `sampling` are further sampling
-        parameters, and `fields` those of vLLM's `EngineCoreRequest`, such as `cache_salt`. Once it has `hold_at` tokens, the
-        engine takes no step until another request comes.
+        """Start a request, and return its id, which may be given as `name`. It ends with the first of the tokens `stop`.
+        `sampling` are further sampling parameters, and `fields` those of vLLM's `EngineCoreRequest`, such as `cache_salt`.
+        Once it has `hold_at` tokens, the engine takes no step until another request comes.
         """
-        req_id = f"request-{next(self._numbers)}"
+        req_id = name or f"request-{next(self._numbers)}"
         self.answers[req_id] = Answer()
         self._begun[req_id] = time.monotonic()
         ids, given = None if prompt is None else list(prompt), None if params is None else dict(params)

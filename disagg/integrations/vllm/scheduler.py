@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ from disagg.manager import new_request_id
 logger = logging.getLogger(__name__)
 
 NUM_LOADED = 4096
+NUM_SHARED = 1024
+ONE_OF_SEVERAL = re.compile(r"\d+_(.+)", re.DOTALL)
+"""VLLM's id of each of the `n` answers to a prompt: its number, and what all have in common (`ParentRequest`)."""
+LATER_PROMPT = re.compile(r"cmpl-.+-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
+"""VLLM's id of a prompt that is not the first one of a list. It returns the first one's `kv_transfer_params` only."""
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -118,6 +124,8 @@ class SchedulerHalf:
         """How many blocks of each request vLLM counts as cached, for each group of windows."""
         self._step = StepMetadata()
         self._prefills: dict[str, Prefill] = {}
+        self._shared: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
+        """What the answer to a prompt with several tells the proxy, once it is known: the last `NUM_SHARED`, by their id."""
         self._loading: dict[str, str] = {}
         """The transfer of each request that the workers load."""
         self._unplaced: Request | None = None
@@ -186,8 +194,8 @@ class SchedulerHalf:
         if not params.get("do_remote_decode"):
             return
         given = transfer_id(params)
-        if given is not None and not self._is_new(given):
-            return  # one more answer to the same prompt
+        if not self._is_first(request, given):
+            return
         prefill = self._begin(request, given or new_request_id(), first_token=bool(params.get("first_token")))
         if prefill is None:
             if given is not None:  # decode may wait for it
@@ -195,6 +203,10 @@ class SchedulerHalf:
             return
         request.max_tokens = 1
         self._prefills[request.request_id] = prefill
+        if given is None and (prompt_id := _prompt_id(request)) != request.request_id:
+            self._shared[prompt_id] = None
+            if len(self._shared) > NUM_SHARED:
+                self._shared.popitem(last=False)
         self._step.openings.append(Opening(request.request_id, prefill.request_id, prefill.attempt))
 
     def _give_up_own(self, request: Request) -> None:
@@ -205,8 +217,14 @@ class SchedulerHalf:
                 self._step.given_up.append(hand_off.request_id)
                 _use(request)
 
-    def _is_new(self, request_id: bytes) -> bool:
-        return all(prefill.request_id != request_id for prefill in self._prefills.values())
+    def _is_first(self, request: Request, given: bytes | None) -> bool:
+        """Whether a request is the first of those that share a hand-over: the answers to one prompt, and the prompts of a list,
+        of which decode loads one. Nobody would come for those of the others.
+        """
+        if given is not None:
+            return all(prefill.request_id != given for prefill in self._prefills.values())
+        prompt_id = _prompt_id(request)
+        return prompt_id not in self._shared and LATER_PROMPT.fullmatch(prompt_id) is None
 
     def _begin(self, request: Request, request_id: bytes, *, first_token: bool) -> Prefill | None:
         """A request that can be handed over, cut to what is; `None` for another one."""
@@ -314,10 +332,13 @@ class SchedulerHalf:
         if prefill is None and told is not None:
             return False, {**told, **((self.keeper.answer(request) or {}) if "stopped" in told else {})}
         if prefill is None:
-            return False, self._answer(request, blocks, move_id)
+            shared = self._shared.get(_prompt_id(request))  # vLLM adds to what it gets
+            return False, self._answer(request, blocks, move_id) if shared is None else dict(shared)
         params = None
         with logged(f"request {req_id}: it is not handed over"):
             params = self._hand_over(prefill, blocks)
+        if _prompt_id(request) in self._shared:  # vLLM returns those of the answer that ends last
+            self._shared[_prompt_id(request)] = params and dict(params)
         if params is None:
             self._step.aborts.append(req_id)
         if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring
@@ -529,6 +550,12 @@ class SchedulerHalf:
         if blocks:
             assert self._manager is not None
             give_back(self._manager, blocks)
+
+
+def _prompt_id(request: Request) -> str:
+    """The id of a request, or what it has in common with the other answers to its prompt."""
+    several = ONE_OF_SEVERAL.fullmatch(request.request_id)
+    return request.request_id if several is None else several[1]
 
 
 def _num_common(request: Request, hand_off: HandOff) -> int:

@@ -374,6 +374,39 @@ def test_several_answers_to_one_prompt(pair: tuple[Engine, Engine]) -> None:
     wait_empty(prefill, decode)
 
 
+def test_several_answers_on_prefill(pair: tuple[Engine, Engine]) -> None:
+    """As proxies ask that pass `n` on to prefill: all of its answers tell the same, and nothing is held for those beyond the
+    first. vLLM returns what the last one tells.
+    """
+    prefill, decode = pair
+    (prompt,) = prompts((300,), seed=34)
+    names = [f"{number}_cmpl-several-0-0123abcd" for number in range(3)]
+    first, *others = prefill.wait([prefill.add(prompt, params=PREFILL, max_tokens=1, name=name) for name in names])
+    assert first.params is not None
+    for other in others:
+        assert other.params is not None
+        assert other.params["remote_request_id"] == first.params["remote_request_id"]
+    found = decode.wait([decode.add(prompt, params=other.params, max_tokens=6) for other in others])
+    assert [answer.num_external for answer in found] == [299, 0]
+    check_equal(decode.generate([prompt] * 2, max_tokens=6), found)
+    wait_empty(prefill, decode)
+
+
+def test_list_of_prompts_on_prefill(pair: tuple[Engine, Engine]) -> None:
+    """VLLM returns what the first one tells. Nothing is held for the others."""
+    prefill, decode = pair
+    asked = prompts((300, 200), seed=35)
+    names = [f"cmpl-list-{number}-0123abcd" for number in range(2)]
+    first, second = prefill.wait(
+        [prefill.add(prompt, params=PREFILL, max_tokens=1, name=name) for prompt, name in zip(asked, names, strict=True)]
+    )
+    assert second.params is None
+    (found,) = decode.wait([decode.add(asked[0], params=first.params, max_tokens=6)])
+    assert found.num_external == 299
+    check_equal(decode.generate(asked[:1], max_tokens=6), [found])
+    wait_empty(prefill, decode)
+
+
 def test_requests_that_the_proxy_gives_up(pair: tuple[Engine, Engine]) -> None:
     """One that prefill holds for decode, and one that it still computes. Both are gone long before `hold_s`."""
     prefill, _ = pair
