@@ -88,6 +88,8 @@ OF_LOGPROBS = frozenset({"logprobs", "logprob_token_ids", "return_tokens_as_toke
 OF_THE_FORM = frozenset({"stream", "stream_options", "stop", "include_stop_str_in_output", "return_token_ids", "n"})
 MAY_MOVE = OF_THE_PROMPT | CHECKED_BY_DECODE | GOES_ON_WITH | OF_THE_FORM
 """The fields of requests whose answers may move."""
+READ_BY_PROXY = {"include_stop_str_in_output": bool, "return_token_ids": bool, "min_tokens": int}
+"""Of these the proxy needs the values. A server also reads texts, such as `"false"`."""
 TURN_WAIT_S = 1.0
 """How long the next turn waits for that. Prefill then computes it without."""
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
@@ -403,6 +405,15 @@ def read_body(data: bytes) -> Any:
 def of_client(body: Body) -> dict[str, Any]:
     """The fields that a client may choose."""
     return {name: value for name, value in body.items() if name not in FOR_SERVERS_ONLY}
+
+
+def cleaned(value: Any) -> Any:
+    """A body for another path with only such fields: servers have paths that take the others further inside."""
+    if isinstance(value, list):
+        return [cleaned(each) for each in value]
+    if isinstance(value, dict):
+        return {name: cleaned(each) for name, each in of_client(value).items()}
+    return value
 
 
 @dataclass
@@ -923,6 +934,9 @@ def reason_to_stay(path: str, body: Body, server: Server) -> str:
         return "the answer is not streamed"
     if has_several_prompts(body) or any(count not in (None, 1) for count in num_answers(body)):
         return "there are several answers"
+    for name, kind in READ_BY_PROXY.items():
+        if not isinstance(body.get(name), kind | None):
+            return f"only the server can read its {name}"
     known = MAY_MOVE | OF_LOGPROBS if path == COMPLETIONS else MAY_MOVE
     others = [name for name, value in body.items() if value and name not in known]
     return f"of its fields only the server knows what they do: {', '.join(others)}" if others else ""
@@ -1241,8 +1255,8 @@ class Proxy:
         if data is not None and "json" in request.content_type:
             data = await request.read()
             body = read_body(data) if data else None
-            if isinstance(body, dict) and not body.keys().isdisjoint(FOR_SERVERS_ONLY):
-                data = json.dumps(of_client(body)).encode()
+            if (left := cleaned(body)) != body:
+                data = json.dumps(left).encode()
         failure: Exception = Failed("no decode server")
         for url in self._open_decodes():
             where = URL(url + request.raw_path, encoded=True)

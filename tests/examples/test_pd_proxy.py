@@ -563,6 +563,29 @@ def test_a_client_cannot_choose_whose_state_decode_takes(path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "left"),
+    [
+        (
+            "/inference/v1/generate",  # of vLLM
+            {"token_ids": [1], "sampling_params": {"extra_args": {"a": 1, "kv_transfer_params": CHOSEN["kv_transfer_params"]}}},
+            {"token_ids": [1], "sampling_params": {"extra_args": {"a": 1}}},
+        ),
+        (
+            "/vertex_generate",  # of SGLang
+            {"instances": [{"text": "a", **CHOSEN}], "parameters": CHOSEN},
+            {"instances": [{"text": "a"}], "parameters": {}},
+        ),
+    ],
+)
+def test_a_client_cannot_choose_it_further_inside_of_a_body(path: str, body: Any, left: Any) -> None:
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(body, path=path))[0] == 200
+        assert pair.decode.bodies(path) == [left]
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+@pytest.mark.parametrize(
     ("path", "fields"),
     [
         ("/v1/completions", {"max_tokens": 1, "n": 1}),

@@ -126,10 +126,10 @@ class Servers:
             assert answer.status == 200
             return await answer.json()
 
-    async def answer(self) -> tuple[list[int], str, str]:
+    async def answer(self, **fields: Any) -> tuple[list[int], str, str]:
         """The tokens, the text and the end of an answer. Raises `ClientError` if it is cut off."""
         tokens, text, reason = [], "", ""
-        async with self.client.post("/v1/completions", json={**BODY, "return_token_ids": True}) as answer:
+        async with self.client.post("/v1/completions", json={**BODY, "return_token_ids": True, **fields}) as answer:
             assert answer.status == 200
             async for line in answer.content:
                 if line.startswith(b"data: {"):
@@ -197,6 +197,27 @@ def test_an_answer_goes_on(at_once: bool) -> None:
         assert asked["kv_transfer_params"]["kept"] == KEPT
         assert bool(servers.told(servers.one, "kept_request_id")) is not at_once
         assert not servers.told(servers.one, "abort_request_id")
+
+    run(scenario, one, other)
+
+
+@pytest.mark.parametrize(
+    "field", [{"include_stop_str_in_output": "false"}, {"return_token_ids": "yes"}, {"min_tokens": "5"}], ids=str
+)
+def test_an_answer_stays_whose_fields_only_the_server_can_read(field: dict[str, str]) -> None:
+    """It takes texts for numbers and for booleans."""
+    one, other = Decode(), Decode()
+    other.going.set()
+
+    async def scenario(servers: Servers) -> None:
+        answering = asyncio.create_task(servers.answer(**field))
+        await until(lambda: bool(servers.one.bodies()))
+        report = asyncio.create_task(servers.drain(servers.one))
+        await asyncio.sleep(0.2)
+        one.going.set()
+        assert await answering == WHOLE
+        assert [each["reason"] for each in (await report)["stayed"]] == [f"only the server can read its {next(iter(field))}"]
+        assert not servers.other.bodies()
 
     run(scenario, one, other)
 
