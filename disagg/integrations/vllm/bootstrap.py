@@ -11,8 +11,9 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET, AF_INET6
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import requests
 
 from disagg.core.address import bracketed, is_loopback, is_wildcard, parse_address
@@ -21,7 +22,8 @@ from disagg.integrations.options import Options
 
 logger = logging.getLogger(__name__)
 
-MAX_NBYTES = 1 << 16
+MAX_NBYTES = 1 << 12
+MAX_REPLICAS = 1024
 TIMEOUT_S = 5.0
 RETRY_S = 0.5
 
@@ -72,6 +74,13 @@ class Bootstrap:
         self._server.server_close()
 
 
+class _Registration(msgspec.Struct):
+    """What another replica than the first says, or anybody who reaches the port."""
+
+    dp_rank: Annotated[int, msgspec.Meta(ge=1, lt=MAX_REPLICAS)]
+    engine_id: str
+
+
 class _Handler(BaseHTTPRequestHandler):
     replicas: dict[int, str]
     timeout = TIMEOUT_S
@@ -89,11 +98,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         try:
-            given = json.loads(self.rfile.read(min(MAX_NBYTES, max(0, int(self.headers["Content-Length"])))))
-            self.replicas[int(given["dp_rank"])] = str(given["engine_id"])
-        except (ValueError, TypeError, KeyError) as error:
+            data = self.rfile.read(min(MAX_NBYTES, max(0, int(self.headers["Content-Length"]))))
+            given = msgspec.json.decode(data, type=_Registration)
+        except (ValueError, TypeError, RecursionError) as error:
             self.send_error(400, f"{type(error).__name__}: {error}")
             return
+        self.replicas[given.dp_rank] = given.engine_id
         self._answer({})
 
     def _answer(self, found: object) -> None:

@@ -26,6 +26,19 @@ PLACES = (
 )
 
 
+REFUSED = (
+    *(
+        b"{",
+        b"[]",
+        b"[" * 4000,
+        b'{"dp_rank": 1}',
+        b'{"a": ' + b"[" * 4000,
+        b'{"dp_rank": 1, "engine_id": "%s"}' % (b"a" * 5000),
+    ),
+    *(b'{"dp_rank": %s, "engine_id": "other"}' % rank for rank in (b'"a"', b"0", b"-1", b"1024", b"1e999", b"NaN", b"true")),
+)
+
+
 def replica(rank: int, *, local: bool = False) -> Any:
     """What the bootstrap server reads of vLLM's `ParallelConfig`."""
     return SimpleNamespace(
@@ -75,11 +88,12 @@ def test_replicas_are_known_by_rank() -> None:
         assert all(entry["worker_addr"] for entry in found.values())
         query(port, "/register", b'{"dp_rank": 1, "engine_id": "again"}')
         assert query(port)["1"]["engine_id"] == "again"
-        for path, data in (("/", None), ("/register", b"{"), ("/register", b"[]"), ("/register", b'{"dp_rank": "a"}')):
+        for path, data in (("/", None), *(("/register", data) for data in REFUSED)):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 query(port, path, data)
             assert refused.value.code in (400, 404)
             refused.value.close()
+        assert {rank: entry["engine_id"] for rank, entry in query(port).items()} == {"0": "zero", "1": "again"}
         with pytest.raises(ConfigError, match="bootstrap_port: cannot listen"):
             Bootstrap.start(replica(5, local=True), options, "other")  # it has an HTTP server of its own
     finally:
