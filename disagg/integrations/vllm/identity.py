@@ -155,6 +155,14 @@ def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
     return attention._k_scale.item(), attention._v_scale.item()
 
 
+def scales_now(config: VllmConfig) -> dict[str, tuple[float, float]]:
+    """The scales with which vLLM's layers read and write K and V now, by the layer's name: other weights bring others. These
+    are vLLM's copies on the host, so nobody waits for a GPU.
+    """
+    layers = config.compilation_config.static_forward_context.items()
+    return {name: (each._k_scale_float, each._v_scale_float) for name, each in layers if hasattr(each, "_k_scale_float")}
+
+
 def _has_scales_by_head(attention: Any) -> bool:
     """Whether each KV head of a layer has scales of its own, by its checkpoint. A rank may have a single head."""
     method = getattr(attention, "quant_method", None)

@@ -28,7 +28,7 @@ from disagg.integrations.handoff import Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.drafts import Drafts
 from disagg.integrations.vllm.groups import check_engine, read_groups
-from disagg.integrations.vllm.identity import identify, read_source
+from disagg.integrations.vllm.identity import identify, read_source, scales_now
 from disagg.integrations.vllm.layout import Cache, rank_topology, read_caches
 from disagg.integrations.vllm.metadata import (
     BlockIds,
@@ -97,6 +97,10 @@ class WorkerHalf:
         self._transport = ""
         self._health_due_s = 0.0
         self._blocked_since_s = math.inf
+        self._scales: dict[str, tuple[float, float]] = {}
+        """Those of K and V of each layer, as peers know them."""
+        self._refusal = ""
+        """Why this rank transfers nothing any more."""
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -109,6 +113,7 @@ class WorkerHalf:
         topology = rank_topology(self._config.parallel_config, tp_rank=tp.rank_in_group, pp_rank=pp.rank_in_group)
         name = self._options.model
         source = read_source(self._config, name=name)
+        self._scales = scales_now(self._config)
         drafts = Drafts(self._config, self._kv)
 
         def describe() -> list[Component]:
@@ -157,8 +162,10 @@ class WorkerHalf:
         """Start this step's loads, and stop what the server has aborted. Decode can reserve a request once it is opened, before
         it is computed.
         """
+        self._check_scales()
         for opening in step.openings:
-            self._attempt(partial(self._opened, opening), opening.req_id)
+            act = partial(self._give_up, opening.request_id) if self._refusal else partial(self._opened, opening)
+            self._attempt(act, opening.req_id)
         for req_id in step.aborts:
             self._abort(req_id, is_held=req_id in step.held)
         for request_id in step.given_up:
@@ -174,6 +181,20 @@ class WorkerHalf:
         for req_id in step.unloadable:
             self._receives[req_id] = receive = Receive(req_id, 0, 0, "")
             self._end_receive(receive, ok=False)
+
+    def _check_scales(self) -> None:
+        """End all transfers once vLLM has loaded weights with other scales of K and V: peers would read and convert with those
+        that they know.
+        """
+        if self._refusal or scales_now(self._config) == self._scales:
+            return
+        self._refusal = "the scales of K and V have changed with the weights: restart the server"
+        self._stats.count_death()
+        logger.error("this rank transfers nothing any more: %s", self._refusal)
+        transfers: list[Send | Receive] = [*self._sends.values(), *self._receives.values()]
+        for transfer in transfers:
+            if transfer.handle is not None:
+                transfer.handle.abort(self._refusal)
 
     def save(self, step: StepMetadata) -> None:
         """Send what this step has computed. On a GPU it is read once the step has run there."""
@@ -279,7 +300,11 @@ class WorkerHalf:
             self._results.finished_sending.add(send.req_id)
 
     def _opened(self, part: Opening | Chunk | Finish) -> Send:
-        """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away."""
+        """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away. Raises `ConfigError`
+        for a rank that transfers nothing any more.
+        """
+        if self._refusal:
+            raise ConfigError(self._refusal)
         send = self._sends.get(part.req_id)
         if send is None or send.attempt != part.attempt:
             self._abort(part.req_id)
@@ -377,6 +402,9 @@ class WorkerHalf:
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def _receive(self, load: Load, receive: Receive) -> None:
+        if self._refusal:
+            self._decline(load.hand_off)
+            raise ConfigError(self._refusal)
         receive.handle = self._running().receiver(
             load.hand_off.request_id,
             **self._source(load.hand_off),
@@ -425,7 +453,8 @@ class WorkerHalf:
             if not event.lease.released:
                 self._leases[receive.req_id] += 1
                 event.lease.on_release(lambda: self._released.append(receive.req_id))
-        self._end_receive(receive, ok=event.ok and self._attempt(partial(_check_prompt, receive, event), receive.req_id))
+        is_ok = event.ok and not self._refusal
+        self._end_receive(receive, ok=is_ok and self._attempt(partial(_check_prompt, receive, event), receive.req_id))
 
     def _end_receive(self, receive: Receive, *, ok: bool) -> None:
         del self._receives[receive.req_id]

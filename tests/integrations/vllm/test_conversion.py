@@ -138,3 +138,31 @@ def test_prefill_in_fp8(start: Callable[..., Engine], monkeypatch: pytest.Monkey
     assert again[0].num_local == LOADED
     check_equal(again, found)
     wait_empty(prefill, decode)
+
+
+def reload(scales: tuple[float, float], core: Any) -> None:
+    """In an engine's process: load the weights again, of a checkpoint with these scales."""
+    with pytest.MonkeyPatch.context() as patch:
+        give_scales(patch, scales)
+        core.model_executor.collective_rpc("reload_weights")
+
+
+def test_scales_that_change(start: Callable[..., Engine]) -> None:
+    """Each side computes its requests itself once its weights have brought other scales of K and V."""
+    prefill = start("llama", block_size=32, enable_prefix_caching=True)
+    decode = start("llama", block_size=64, enable_prefix_caching=True, kv_cache_dtype="fp8")
+    asked = [[prompt] for prompt in prompts((LOADED + 1,) * 4, seed=3)]
+    found = hand_over(prefill.wait_ready(), decode.wait_ready(), asked[0], max_tokens=MAX_TOKENS)
+    assert found[0].num_external == LOADED
+    decode.run(partial(reload, (1.0, 1.0)))
+    found = hand_over(prefill, decode, asked[1], max_tokens=MAX_TOKENS)
+    assert found[0].num_external == LOADED
+    decode.run(partial(reload, SCALES))
+    assert decode.run(scales_of) == {SCALES}
+    found = hand_over(prefill, decode, asked[2], max_tokens=MAX_TOKENS)
+    assert found[0].num_external == 0
+    check_equal(decode.generate(asked[2], max_tokens=MAX_TOKENS), found)
+    found = hand_over(decode, prefill, asked[3], max_tokens=MAX_TOKENS)
+    assert found[0].num_external == 0
+    assert (decode.counts["dead_ranks"], prefill.counts["dead_ranks"]) == (1, 0)
+    wait_empty(prefill, decode)
