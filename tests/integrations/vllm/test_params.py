@@ -25,6 +25,9 @@ KEYS = [
     "keep",
     "kept",
     "kept_request_id",
+    "move_id",
+    "stop_request_id",
+    "is_chat",
 ]
 VALUES: list[Any] = [
     None,
