@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from disagg.core.errors import ConfigError
@@ -15,7 +16,7 @@ from disagg.integrations.identity import has_windows
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.sglang import payload
 from disagg.integrations.sglang.facts import Facts
-from disagg.integrations.sglang.identity import identify, kv_scales, read_source, windows
+from disagg.integrations.sglang.identity import attention_layers, check_scales, identify, kv_scales, read_source, windows
 from disagg.integrations.sglang.pools import Drafts, Pools, has_numbers, read_facts
 from disagg.integrations.sglang.prompts import Prompt, prompt_of
 from disagg.layout.agreement import ModelId
@@ -26,7 +27,8 @@ class Host:
     """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
     `from_leader` returns what rank 0 of the instance gives. `request` returns the request of a receiver, and `prompt` what
     shapes a request's state. `write_first_token(index, token, room)` gives decode's scheduler the first token of a request,
-    without a log-probability. `check_metadata(index, room)` checks the rows that prefill has given. `unread` are addresses of
+    without a log-probability. `check_metadata(index, room)` checks the rows that prefill has given. `check_scales` raises
+    `LocalProtocolError` if K and V have other scales than in the layouts. `unread` are addresses of
     metadata buffers that the scheduler does not read.
     """
 
@@ -38,6 +40,7 @@ class Host:
     prompt: Callable[[Any], Prompt]
     write_first_token: Callable[[int, int, int], None]
     check_metadata: Callable[[int, int], None]
+    check_scales: Callable[[], None]
     unread: frozenset[int] = frozenset()
 
 
@@ -69,7 +72,8 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     config, runner = scheduler.model_config, scheduler.tp_worker.model_runner
     name, options = ServerConfig.load(environ=os.environ, name="sglang").model, scheduler.server_args
     source = read_source(config, options.decrypted_config_file, name=name)
-    scales = kv_scales(runner)
+    layers = tuple(attention_layers(runner.model))
+    scales = kv_scales(runner, layers)
     pools = Pools(
         kv=queue.token_to_kv_pool,
         drafts=drafts_of(scheduler),
@@ -116,6 +120,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         prompt=prompt,
         write_first_token=write_first_token,
         check_metadata=check_metadata,
+        check_scales=partial(check_scales, runner, layers, scales),
         unread=frozenset(() if reads_hidden_states else (queue.metadata_buffers.output_hidden_states.data_ptr(),)),
     )
 

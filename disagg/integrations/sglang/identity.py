@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, LocalProtocolError
 from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
 from disagg.layout.agreement import ModelId
 
@@ -67,23 +67,34 @@ def windows(model: Any) -> dict[int, int]:
     `config.json` does not tell: several models of SGLang ignore its window.
     """
     found: dict[int, set[int]] = {}
-    for layer in _attention(model):
+    for layer in attention_layers(model):
         found.setdefault(layer.layer_id, set()).add(layer.sliding_window_size)
     return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
 
 
-def kv_scales(runner: Any) -> dict[int, tuple[float, float]]:
-    """The scales by which SGLang divides K and V of each layer of `runner`, 1 by default. It does so if the cache has another
-    dtype than the model. Floats that it divides by 1 in all layers have none.
+def kv_scales(runner: Any, layers: Iterable[Any]) -> dict[int, tuple[float, float]]:
+    """The scales by which SGLang divides K and V of each of the `attention_layers` of `runner`, 1 by default. It does so if the
+    cache has another dtype than the model. Floats that it divides by 1 in all layers have none.
     """
     if runner.kv_cache_dtype == runner.dtype:
         return {}
-    found = {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in _attention(runner.model)}
+    found = {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in layers}
     has_any = runner.kv_cache_dtype.itemsize == 1 or set(found.values()) - {(1.0, 1.0)}
     return found if has_any else {}
 
 
-def _attention(model: Any) -> Iterator[Any]:
+def check_scales(runner: Any, layers: Iterable[Any], expected: Mapping[int, tuple[float, float]]) -> None:
+    """Raise `LocalProtocolError` if new weights have brought other `kv_scales` than those of the start, which layouts have."""
+    found = kv_scales(runner, layers)
+    if found != expected:
+        layer = min(layer for layer in found.keys() | expected.keys() if found.get(layer) != expected.get(layer))
+        raise LocalProtocolError(
+            f"scales of K and V: expected {expected.get(layer)} in layer {layer}, as at the server's start, "
+            f"found {found.get(layer)}, which came with new weights: restart the server"
+        )
+
+
+def attention_layers(model: Any) -> Iterator[Any]:
     """The layers of a loaded model that have a KV cache."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 

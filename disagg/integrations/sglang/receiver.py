@@ -94,6 +94,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
             self.kv_mgr.fail(self.bootstrap_room, event.error or "the transfer failed")
             return
         try:
+            self.kv_mgr.host.check_scales()
             self._take(Payload.decode(event.payload))
         except FAILURES as error:
             self.kv_mgr.fail(self.bootstrap_room, error)

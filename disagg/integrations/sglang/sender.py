@@ -97,6 +97,7 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
         try:
+            mgr.host.check_scales()
             rows = full_pages(np.asarray(kv_indices), start, facts=mgr.facts)
             if rows and start < stop:
                 self.handle.send(rows, tokens=(start, stop), ready=ready)

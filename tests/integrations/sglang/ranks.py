@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg import ModelId, Topology
+from disagg.core.errors import LocalProtocolError
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.manager import DisaggKVManager
 from disagg.integrations.sglang.payload import check_metadata
@@ -117,6 +118,7 @@ class RankProcess:
         self.free_aux = list(range(NUM_AUX))
         self.started: dict[int, Started] = {}
         self.releasing: dict[int, Started] = {}
+        self.has_new_scales = False
         _replace_context(topology, folder / role, bootstrap_port)
         mode = DisaggregationMode.PREFILL if role == "prefill" else DisaggregationMode.DECODE
         if role == "prefill" and topology.rank == 0:
@@ -136,6 +138,7 @@ class RankProcess:
             prompt=_prompt,
             write_first_token=self._write_first_token,
             check_metadata=self._check_metadata,
+            check_scales=self._check_scales,
         )
         return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(), self.memory.model.heads is None)
 
@@ -155,6 +158,15 @@ class RankProcess:
         ids, rooms = self.aux
         names = ("output_ids", "output_token_logprobs_idx", "output_top_logprobs_idx", "output_topk_index")
         check_metadata(SimpleNamespace(bootstrap_room=rooms, **dict.fromkeys(names, ids)), index, room=room, vocabulary=2000)
+
+    def _check_scales(self) -> None:
+        if self.has_new_scales:
+            raise LocalProtocolError("scales of K and V: expected those of the start")
+
+    def load_scales(self) -> bool:
+        """As if new weights had brought other scales of K and V."""
+        self.has_new_scales = True
+        return True
 
     def step(self, say: Callable[..., None]) -> None:
         """One iteration of the scheduler."""

@@ -15,8 +15,9 @@ from sglang.srt.server_args import ServerArgs
 from transformers import LlamaConfig
 
 from disagg import ConfigError, ModelId
+from disagg.core.errors import LocalProtocolError
 from disagg.integrations.sglang.host import check_options
-from disagg.integrations.sglang.identity import identify, kv_scales, read_source, windows
+from disagg.integrations.sglang.identity import attention_layers, check_scales, identify, kv_scales, read_source, windows
 from disagg.integrations.shaping import SGLANG, names
 
 LLAMA = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
@@ -65,7 +66,9 @@ def identity(
         for key, scale in scales.items():
             setattr(layer, key, scale)
     runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=dtype)
-    return identify(source, runner, name=name, hooks=None, from_stages=stages, scales=kv_scales(runner))
+    return identify(
+        source, runner, name=name, hooks=None, from_stages=stages, scales=kv_scales(runner, attention_layers(model))
+    )
 
 
 def test_identity_of_a_server(tmp_path: Path) -> None:
@@ -94,6 +97,19 @@ def test_scales_count_where_sglang_divides_by_them(tmp_path: Path) -> None:
     assert "kv_scales=1" in identity(source, dtype=fp8).revision.split()
     assert identity(source, dtype=fp8) == identity(source, dtype=fp8, k_scale_float=1.0, v_scale_float=1.0)
     assert identity(source, dtype=fp8) != identity(source, dtype=fp8, k_scale_float=0.5)
+
+
+def test_scales_that_come_with_new_weights_are_found() -> None:
+    model = layers(-1, -1)
+    for layer in model:
+        layer.k_scale_float = layer.v_scale_float = 1.0
+    runner = SimpleNamespace(model=model, dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn)
+    found = tuple(attention_layers(model))
+    before = kv_scales(runner, found)
+    check_scales(runner, found, before)
+    model[1].v_scale_float = 0.5
+    with pytest.raises(LocalProtocolError, match=r"expected \(1.0, 1.0\) in layer 1, .* found \(1.0, 0.5\)"):
+        check_scales(runner, found, before)
 
 
 def test_a_model_without_a_file_needs_the_setting(tmp_path: Path) -> None:

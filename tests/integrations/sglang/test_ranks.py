@@ -398,6 +398,20 @@ def test_prefill_is_killed_before_decode_has_met_it_a_second_time(tmp_path: Path
         pair.expect(pair.begin(100))
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_new_scales_of_k_and_v_fail_requests(role: str, tmp_path: Path) -> None:
+    """What was stored with others would be read with them."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        pair.expect(pair.begin(100))
+        (rank,) = getattr(pair, role)
+        rank.ask("load_scales")
+        room = pair.begin(100)
+        (decode,) = pair.decode
+        assert "scales of K and V" in rank.wait(room=room, status="failed")["reason"]
+        if role == "prefill":
+            decode.wait(room=room, status="failed")
+
+
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_prefill_ends_before_it_is_reached(is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that wait for it fail, when its bootstrap server names another one or none."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from disagg import new_request_id
+from harness.servers import Server
 from harness.vllm.engine import PREFILL, Answer, Engine
 
 LENGTHS = (2, 7, 32, 33, 64, 65, 200, 700, 1153)
 """Prompts shorter and longer than blocks, windows and a step's 512 tokens, and on the borders of blocks."""
 
+USED = "vllm:kv_cache_usage_perc"
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -107,3 +111,20 @@ def wait_empty(*engines: Engine) -> None:
     for engine in engines:
         engine.settle()
         assert engine.num_free_blocks() == engine.num_blocks - 1  # one is vLLM's null block
+
+
+def leave(port: int, body: Mapping[str, Any], *, after_s: float) -> None:
+    """Ask a server or a router for a completion, and close the connection."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(head.encode() + data)
+        time.sleep(after_s)
+
+
+def wait_free(*servers: Server, timeout_s: float = 30.0) -> None:
+    """Wait until no request has a block."""
+    until = time.monotonic() + timeout_s
+    while used := {server.url: server.metric(USED) for server in servers if server.metric(USED)}:
+        assert time.monotonic() < until, (used, *(server.log(length=2000) for server in servers))
+        time.sleep(0.05)

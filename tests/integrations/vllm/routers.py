@@ -53,10 +53,10 @@ class Direct:
     """A server that is asked without a router, or a router that is a server itself."""
 
     def __init__(self, server: Server) -> None:
-        self._port = server.port
+        self.port = server.port
 
     def ask(self, path: str, body: bytes, headers: Sequence[tuple[str, str]]) -> HttpAnswer:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         try:
             connection.putrequest("POST", path)
             for name, value in (*JSON.items(), *headers, ("Content-Length", str(len(body)))):

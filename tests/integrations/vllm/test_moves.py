@@ -23,7 +23,7 @@ from disagg.integrations.vllm.moves import Moves
 from harness.servers import Server
 from harness.vllm.engine import Answer, Engine
 from harness.vllm.models import write_tokenizer
-from tests.integrations.vllm.requests import check_equal, prompts, wait_empty
+from tests.integrations.vllm.requests import USED, check_equal, prompts, wait_empty
 
 Start = Callable[..., Engine]
 NUM_TOKENS = 64
@@ -237,7 +237,7 @@ def test_stopped_before_its_first_token(start: Start) -> None:
 
 # -- through the example's proxy ---------------------------------------------------------------------------------------
 
-LOADED, FAILED, USED = "vllm:disagg_loaded_tokens_total", "vllm:disagg_failed_loads_total", "vllm:kv_cache_usage_perc"
+LOADED, FAILED = "vllm:disagg_loaded_tokens_total", "vllm:disagg_failed_loads_total"
 SENDS = "vllm:disagg_sends_total"
 PATIENT = {"connection_limits": {"heartbeat_timeout_s": 30.0}, "keep_s": 20.0}
 TEXT = "Decode goes on elsewhere. "

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from harness.ports import free_ports
 from harness.servers import Server
 from tests.integrations.vllm.mooncake import MooncakeProxy
-from tests.integrations.vllm.requests import prompts
+from tests.integrations.vllm.requests import USED, leave, prompts, wait_free
 
 PATIENT = {"connection_limits": {"heartbeat_timeout_s": 30.0}}
 REFUSED_S = 10.0
@@ -32,7 +32,6 @@ SILENT_S = 10.0
 FREE_S = 10.0
 """How soon blocks are free after an answer or a failure: long before any time limit of the connector."""
 LOADED, FAILED = "vllm:disagg_loaded_tokens_total", "vllm:disagg_failed_loads_total"
-USED = "vllm:kv_cache_usage_perc"
 TEXT = "Prefill computes, decode answers. " * 9
 COMMON = {"model": "model", "temperature": 0}
 ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
@@ -202,28 +201,11 @@ def test_blocks_come_back(servers: tuple[Server, Server, Server]) -> None:
     sends = "vllm:disagg_sends_total"
     before = prefill.metric(sends)
     for index, prompt in enumerate(prompts((1100,) * 16, seed=53)):
-        leave(proxy, {**COMMON, "prompt": prompt, "max_tokens": 300, "stream": index % 2 == 0}, after_s=index**2 / 200)
+        leave(proxy.port, {**COMMON, "prompt": prompt, "max_tokens": 300, "stream": index % 2 == 0}, after_s=index**2 / 200)
     wait_free(prefill, decode)
     assert prefill.metric(sends) > before  # some left only after the hand-over
     (prompt,) = prompts((300,), seed=54)
     assert proxy.complete(prompt).tokens == decode.complete(prompt).tokens
-
-
-def leave(proxy: Server, body: dict[str, Any], *, after_s: float) -> None:
-    """Close the connection of a request."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", proxy.port)) as connection:
-        connection.sendall(head.encode() + data)
-        time.sleep(after_s)
-
-
-def wait_free(*servers: Server, timeout_s: float = 30.0) -> None:
-    """Wait until no request has a block."""
-    until = time.monotonic() + timeout_s
-    while used := {server.url: server.metric(USED) for server in servers if server.metric(USED)}:
-        assert time.monotonic() < until, (used, *(server.log(length=2000) for server in servers))
-        time.sleep(0.05)
 
 
 CHAT = {"messages": [{"role": "user", "content": TEXT}]}
