@@ -1012,6 +1012,8 @@ class Proxy:
             return await self._pass_on(request)
         except Refused as refused:
             refusal = refused
+        except web.RequestPayloadError as error:
+            refusal = Refused.because(f"the body: expected what its headers say, found {error}")
         except RecursionError:  # of a body that can be read, and not be written
             refusal = Refused.because("the body is nested too deeply")
         except (ClientError, Failed) as error:

@@ -992,6 +992,16 @@ def test_fields_of_wrong_types(prefill_is_sglang: bool, decode_is_sglang: bool) 
     run(scenario, prefill, sglang(decodes) if decode_is_sglang else StandIn(decodes))
 
 
+def test_a_body_that_is_not_encoded_as_it_says() -> None:
+    async def scenario(pair: Pair) -> None:
+        for path in ("/v1/completions", "/v1/embeddings"):
+            status, text, _ = await pair.post(b"hello", path=path, Content_Encoding="gzip", Connection="close")
+            assert status == 400
+            assert "the body" in json.loads(text)["error"]["message"]
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
 def test_a_huge_body_is_refused() -> None:
     async def scenario(pair: Pair) -> None:
         huge = b'{"prompt": "' + b"a" * MAX_BODY_NBYTES + b'"}'
