@@ -103,13 +103,17 @@ class Group:
         """The names of this worker's layers by what they keep, and by their ids in a model of `num_layers` layers, or by
         vLLM's numbers (`None`).
 
-        Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on. Raises
-        `ConfigError` for two caches of one kind in a layer.
+        Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on. Attention has
+        such numbers where layers run several times per token, each time with a cache of its own. A name with two numbers is
+        that of a block with several attentions, and each of these is a layer. Raises `ConfigError` for two caches of one
+        kind in a layer.
         """
         found: dict[Kind, dict[int, str]] = {}
+        per_block = 1 + max((int(second) for name in self.specs for second in _numbers(name)[1:]), default=0)
         for name, spec in self.specs.items():
-            layers, layer = found.setdefault(kind_of(spec, name), {}), extract_layer_index(name)
-            if num_layers is not None:
+            kind = kind_of(spec, name)
+            layers, layer = found.setdefault(kind, {}), extract_layer_index(name, per_block)
+            if num_layers is not None and kind is Kind.STATE:
                 layer %= num_layers
             if layer in layers:
                 what = f"KV cache group {self.index}, layer {layer}"
@@ -140,6 +144,11 @@ class Group:
     def covering(self, blocks: list[int], start: int, stop: int) -> list[int]:
         """The blocks with the tokens `[start, stop)`, of a request's `blocks`."""
         return blocks[start // self.block_size : -(-stop // self.block_size)]
+
+
+def _numbers(name: str) -> list[str]:
+    """The numbers in a layer's name."""
+    return [part for part in name.split(".") if part.isdecimal()]
 
 
 def read_groups(config: KVCacheConfig, *, dcp: int = 1) -> tuple[Group, ...]:

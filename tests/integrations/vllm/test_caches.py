@@ -12,6 +12,7 @@ import torch
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
 
 from disagg.core.errors import ConfigError, LayoutError
+from disagg.integrations.vllm.groups import Kind
 from tests.integrations.vllm.caches import Layer, Server, check_move
 from tests.integrations.vllm.kinds import (
     convolved,
@@ -110,6 +111,25 @@ def test_index_keys_beside_attention_by_head(fp8: bool, sides: str) -> None:
     """MiniMax-M3: most layers have an index."""
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     check([*gqa(range(4), 4, 64, dtype="fp8" if fp8 else "auto"), *m3_index((1, 2, 3), dtype=dtype)], SIDES[sides], **HEADS)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_blocks_with_two_attentions(sides: str) -> None:
+    """LongCat-Flash: `num_layers` blocks, with two layers of attention each."""
+    found = [replace(layer, name=f"model.layers.{i // 2}.self_attn.{i % 2}.attn") for i, layer in enumerate(mla(range(6)))]
+    check(found, SIDES[sides])
+    (group,) = Server(found, model=model("longcat_flash", 3)).groups
+    assert group.by_kind(3) == {Kind.LATENT: {i: layer.name for i, layer in enumerate(found)}}
+
+
+@pytest.mark.parametrize("sides", [({}, {"tp": 2}), ({"tp": 4}, {"block_size": 32})], ids=str)
+@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
+def test_layers_that_run_twice_per_token(window: int | None, sides: tuple[Options, Options]) -> None:
+    """IQuest-LoopCoder: two layers with two caches each. The second time they attend to a window."""
+    layers = [*gqa((0, 1), 4, 64), *gqa((2, 3), 4, 64, window=window)]
+    prefill, decode = (Server(layers, model=model("other", 2, **HEADS), num_blocks=96, **options) for options in sides)
+    for num_tokens in (1, 23, 100):
+        check_move(prefill, decode, num_tokens=num_tokens)
 
 
 def test_layers_of_one_group_with_other_shapes() -> None:
