@@ -48,11 +48,14 @@ def transfer_config(extra: Mapping[str, Any] | None = None, *, module: str = "di
 
 @dataclass
 class Reply:
-    """The answer to one prompt: its token ids and logprobs, and the time until the first one in seconds."""
+    """The answer to one prompt: its token ids and logprobs, and the time until the first one in seconds. `is_broken`: its
+    stream has ended without an end.
+    """
 
     tokens: list[int]
     logprobs: list[float]
     first_token_s: float
+    is_broken: bool = False
 
 
 class Server:
@@ -158,7 +161,7 @@ class Server:
         """The greedy answer to a prompt of token ids. Raises `urllib.error.HTTPError` for an error."""
         reply, begun_s = Reply([], [], 0.0), time.monotonic()
         with self.ask(prompt, max_tokens=max_tokens, stream=stream, **options) as answer:
-            for choice in _choices(answer) if stream else json.load(answer)["choices"]:
+            for choice in _choices(answer, reply) if stream else json.load(answer)["choices"]:
                 reply.first_token_s = reply.first_token_s or time.monotonic() - begun_s
                 if choice.get("logprobs"):
                     reply.tokens += choice["token_ids"]
@@ -271,9 +274,12 @@ def vllm_pair(model: Path) -> Iterator[tuple[Server, Server, Server]]:
         yield prefill.wait_ready(), decode.wait_ready(), proxy.wait_ready()
 
 
-def _choices(answer: Any) -> Iterator[dict[str, Any]]:
-    """The choices in a stream of events."""
+def _choices(answer: Any, reply: Reply) -> Iterator[dict[str, Any]]:
+    """The choices in a stream of events. A connection that ends early shows in `is_broken` only: the reader sees an end."""
+    reply.is_broken = True
     for line in answer:
         text = line.decode().strip().removeprefix("data: ")
-        if text and text != "[DONE]":
+        if text == "[DONE]":
+            reply.is_broken = False
+        elif text:
             yield from json.loads(text)["choices"]
