@@ -62,6 +62,8 @@ MAX_MESSAGES = 4096
 """A request with more messages is no turn of a conversation: to name each would hold up all other requests."""
 KEPT_TIMEOUT_S = 5.0
 """How long decode may take to say what it keeps of a request."""
+KEEP_ALIVE_S = 2.0
+"""How long a connection to a server stays open without a request. Servers close it after 5 s; a request just then fails."""
 DRAIN_INTERVAL_S = 0.05
 """How often a server that drains is looked at."""
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -1000,7 +1002,9 @@ class Proxy:
 
     async def _open_client(self, _: web.Application) -> AsyncIterator[None]:
         async with ClientSession(
-            connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None, sock_connect=5), read_bufsize=1 << 20
+            connector=TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=ClientTimeout(total=None, sock_connect=5),
+            read_bufsize=1 << 20,
         ) as session:
             self._client = Client(session)
             yield
