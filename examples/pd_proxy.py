@@ -698,7 +698,7 @@ class Answer:
         return "" if "stopped" in answer else str(answer.get("not_stopped") or "the server stops no requests")
 
     def _note_move(self, reason: str) -> None:
-        """Tell whoever waits for the move that it is done, or why the answer stays."""
+        """End the wait of `move`. `reason`: why the answer stays; empty if it has moved."""
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(reason)
 

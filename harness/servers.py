@@ -49,7 +49,7 @@ def transfer_config(extra: Mapping[str, Any] | None = None, *, module: str = "di
 @dataclass
 class Reply:
     """The answer to one prompt: its token ids and logprobs, and the time until the first one in seconds. `is_broken`: its
-    stream has ended without an end.
+    stream has broken off before `[DONE]`.
     """
 
     tokens: list[int]
@@ -275,7 +275,7 @@ def vllm_pair(model: Path) -> Iterator[tuple[Server, Server, Server]]:
 
 
 def _choices(answer: Any, reply: Reply) -> Iterator[dict[str, Any]]:
-    """The choices in a stream of events. A connection that ends early shows in `is_broken` only: the reader sees an end."""
+    """The choices in a stream of events. Only `is_broken` shows a connection that ends early."""
     reply.is_broken = True
     for line in answer:
         text = line.decode().strip().removeprefix("data: ")

@@ -38,7 +38,9 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True)
 class TimeLimit:
-    """What ends a program after `limit_s`, with the results so far. `problems` are what went wrong, or was left out."""
+    """A program measures for `limit_s` seconds, and then ends with the results so far. `problems` lists what failed or was left
+    out.
+    """
 
     limit_s: float
     begun_s: float = field(default_factory=time.monotonic)

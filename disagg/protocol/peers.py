@@ -458,8 +458,7 @@ class PeerTable:
         if link.is_ready and link.lending not in (None, welcome.lending):
             self._links.lose(link, "the peer has started a new connection", now)
             return
-        again_s = ASK_AGAIN_S if link.has_ended else self._limits.heartbeat_s
-        is_first = link.welcome(welcome.lending, now + again_s, renews=not siblings)
+        is_first = link.welcome(welcome.lending, now + self._ask_again_s(link), renews=not siblings)
         if siblings:
             return
         instance = self.instances[link.instance]
@@ -512,8 +511,7 @@ class PeerTable:
             elif link.unanswered and self._may_be_gone(link):
                 self.effects.append(Probe(link.dial))
         else:
-            again_s = ASK_AGAIN_S if link.has_ended else limits.heartbeat_s
-            link.greet_at(now + again_s if link.is_alone else self._renew_at(link, now))
+            link.greet_at(now + self._ask_again_s(link) if link.is_alone else self._renew_at(link, now))
             if link.address == instance.address and not instance.ready:
                 link.hello_by(now + limits.max_hello_retry_s)
             if link.renews and not link.is_alone:
@@ -522,6 +520,10 @@ class PeerTable:
                 return
         link.greet(awaited=is_awaited)
         self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=not is_awaited and link.is_alone))
+
+    def _ask_again_s(self, link: PeerConnection) -> float:
+        """How long after a hello the next one is due, while the peer's connection may be missing."""
+        return ASK_AGAIN_S if link.has_ended else self._limits.heartbeat_s
 
     def _renew_at(self, link: PeerConnection, now: float) -> float:
         """When a connection is renewed next: a few together, so that this rank wakes up less often."""

@@ -80,7 +80,7 @@ def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: li
     report = run(engine, seed=3, rounds=len(kinds), kinds=kinds, silence_s=SILENCE_S, longest_s=LONGEST_S, requests=requests)
     assert report.rounds_done == len(kinds)
     assert {name.partition(":")[0] for name in report.healing} >= set(kinds) - {"disorder"}
-    assert report.successes > 20
+    assert report.successes > 10 * len(kinds)
     assert report.good, str(report)
     if "compete" in kinds:
         assert report.contests["right instance, ok"]
@@ -103,11 +103,20 @@ def test_a_stopped_rank_that_hides_from_another_user_is_not_taken_for_ended(engi
 @pytest.mark.chaos
 @needs_places
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"])
-def test_hosts_reconnect_after_their_link_was_cut_and_ranks_were_killed(engine: str) -> None:
-    """No row stays held for a rank of another host: no proof of its end can come, and it may write into lent slots only."""
-    kinds = ["cut", "kill", "give-up"]
-    report = run(engine, seed=3, rounds=3, kinds=kinds, hosts=2, silence_s=SHORT_SILENCE_S, longest_s=16.0, requests=REQUESTS)
+def test_hosts_reconnect_after_their_link_was_cut(engine: str) -> None:
+    """Some ranks write into rows of the other host themselves."""
+    report = run(engine, seed=3, rounds=1, kinds=["cut"], hosts=2, silence_s=SHORT_SILENCE_S, longest_s=16.0)
     assert report.healing["cut"].times == 1
+    assert report.good, str(report)
+
+
+@pytest.mark.chaos
+@needs_places
+@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+def test_no_row_is_held_after_a_rank_of_another_host_has_ended(engine: str) -> None:
+    """No proof of its end can come, and none is needed: it may write into lent slots only."""
+    kinds = ["kill", "give-up"]
+    report = run(engine, seed=6, rounds=3, kinds=kinds, hosts=2, silence_s=SHORT_SILENCE_S, requests=REQUESTS)
     assert report.healing.keys() >= set(kinds)
     assert report.successes > 20
     assert not report.quarantined_rows

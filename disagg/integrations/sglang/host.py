@@ -28,8 +28,8 @@ class Host:
     `from_leader` returns what rank 0 of the instance gives. `request` returns the request of a receiver, and `prompt` what
     shapes a request's state. `write_first_token(index, token, room)` gives decode's scheduler the first token of a request,
     without a log-probability. `check_metadata(index, room)` checks the rows that prefill has given. `check_scales` raises
-    `LocalProtocolError` if K and V have other scales than in the layouts. `unread` are addresses of
-    metadata buffers that the scheduler does not read.
+    `LocalProtocolError` if K and V have other scales than in the layouts. `unread` are addresses of metadata buffers that the
+    scheduler does not read.
     """
 
     model: ModelId

@@ -331,14 +331,15 @@ class SchedulerHalf:
             self._decline_unresolved(request)
         if prefill is None and told is not None:
             return False, {**told, **((self.keeper.answer(request) or {}) if "stopped" in told else {})}
+        prompt_id = _prompt_id(request)
         if prefill is None:
-            shared = self._shared.get(_prompt_id(request))  # vLLM adds to what it gets
+            shared = self._shared.get(prompt_id)
             return False, self._answer(request, blocks, move_id) if shared is None else dict(shared)
         params = None
         with logged(f"request {req_id}: it is not handed over"):
             params = self._hand_over(prefill, blocks)
-        if _prompt_id(request) in self._shared:  # vLLM returns those of the answer that ends last
-            self._shared[_prompt_id(request)] = params and dict(params)
+        if prompt_id in self._shared:  # vLLM returns those of the answer that ends last, and adds to each
+            self._shared[prompt_id] = params and dict(params)
         if params is None:
             self._step.aborts.append(req_id)
         if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring

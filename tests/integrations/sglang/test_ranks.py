@@ -400,7 +400,7 @@ def test_prefill_is_killed_before_decode_has_met_it_a_second_time(tmp_path: Path
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_new_scales_of_k_and_v_fail_requests(role: str, tmp_path: Path) -> None:
-    """What was stored with others would be read with them. Decode finds out once it has all."""
+    """Decode would read numbers that were stored with other scales. It checks its own once everything has arrived."""
     with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
         pair.expect(pair.begin(100))
         ((rank,), (other,)) = (pair.prefill, pair.decode) if role == "prefill" else (pair.decode, pair.prefill)

@@ -113,6 +113,15 @@ def wait_empty(*engines: Engine) -> None:
         assert engine.num_free_blocks() == engine.num_blocks - 1  # one is vLLM's null block
 
 
+def wait_free(*engines: Engine) -> None:
+    """Wait until nothing is kept."""
+    until = time.monotonic() + 60
+    for engine in engines:
+        while engine.num_free_blocks() < engine.num_blocks - 1:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
 def leave(port: int, body: Mapping[str, Any], *, after_s: float) -> None:
     """Ask a server or a router for a completion, and close the connection."""
     data = json.dumps(body).encode()
@@ -122,7 +131,7 @@ def leave(port: int, body: Mapping[str, Any], *, after_s: float) -> None:
         time.sleep(after_s)
 
 
-def wait_free(*servers: Server, timeout_s: float = 30.0) -> None:
+def wait_unused(*servers: Server, timeout_s: float = 30.0) -> None:
     """Wait until no request has a block."""
     until = time.monotonic() + timeout_s
     while used := {server.url: server.metric(USED) for server in servers if server.metric(USED)}:

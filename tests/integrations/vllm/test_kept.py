@@ -13,7 +13,7 @@ import pytest
 from disagg.integrations.vllm.kept import KeptRequests
 from disagg.integrations.vllm.metadata import HandOff
 from harness.vllm.engine import PREFILL, Answer, Engine
-from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty
+from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty, wait_free
 
 KEEP = {"keep": True}
 NUM_TURNS = 8
@@ -238,16 +238,9 @@ def test_given_up_at_once(start: Start, capfd: pytest.CaptureFixture[str]) -> No
     printed, until = "", time.monotonic() + 10
     while "prefill does not hand the request over" not in printed:  # logging takes its time
         assert time.monotonic() < until, printed
+        time.sleep(0.05)
         printed += "".join(capfd.readouterr())
     assert "could not be sent" not in printed
-
-
-def wait_free(engine: Engine) -> None:
-    """Wait until nothing is kept."""
-    until = time.monotonic() + 60
-    while engine.num_free_blocks() < engine.num_blocks - 1:
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_what_is_not_kept(start: Start) -> None:

@@ -23,7 +23,7 @@ from disagg.integrations.vllm.moves import Moves
 from harness.servers import Server
 from harness.vllm.engine import Answer, Engine
 from harness.vllm.models import write_tokenizer
-from tests.integrations.vllm.requests import USED, check_equal, prompts, wait_empty
+from tests.integrations.vllm.requests import USED, check_equal, prompts, wait_empty, wait_free, wait_unused
 
 Start = Callable[..., Engine]
 NUM_TOKENS = 64
@@ -99,15 +99,6 @@ def test_moves_and_returns(case: str, start: Start) -> None:
     wait_free(first, second)
     wait_empty(first, second)
     assert first.counts["failed_loads"] == second.counts["failed_loads"] == 0
-
-
-def wait_free(*engines: Engine) -> None:
-    """Wait until nothing is kept."""
-    until = time.monotonic() + 60
-    for engine in engines:
-        while engine.num_free_blocks() < engine.num_blocks - 1:
-            assert time.monotonic() < until
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("engine_options", [{}, {"async_scheduling": True}], ids=["", "asynchronous"])
@@ -377,7 +368,7 @@ def test_streams_go_on(servers: Servers, name: str) -> None:
     loaded = [length - 1 + sum(length + seam - 1 for seam in seams[1::2]), sum(length + seam - 1 for seam in seams[::2])]
     for server, count, more in zip((one, other), before, loaded, strict=True):
         assert server.metric_from(LOADED, count + more) == count + more
-    wait_unused(one, other)
+    wait_unused(one, other, timeout_s=60)
 
 
 STOPS: dict[str, tuple[list[slice], dict[str, Any]]] = {
@@ -407,7 +398,7 @@ def test_stop_strings(servers: Servers, name: str, path: str) -> None:
     assert (expected["ends"][0][0] == "stop") is (name != "never")
     events, _ = moved(servers, path, {**body, **given, "stop": stop}, after=(50,))
     check_streams(expected, joined(events))
-    wait_unused(one, other)
+    wait_unused(one, other, timeout_s=60)
 
 
 def test_characters_of_several_tokens(servers: Servers) -> None:
@@ -425,7 +416,7 @@ def test_characters_of_several_tokens(servers: Servers) -> None:
         assert found["text"] == "".join(stream.step(tokenizer, token) or "" for token in found["tokens"])
         num_cut += sum(tokenizer.decode(prompt + found["tokens"][:seam]).endswith("\ufffd") for seam in seams)
     assert num_cut >= 1
-    wait_unused(one, other)
+    wait_unused(one, other, timeout_s=60)
 
 
 STAYING: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -456,7 +447,7 @@ def test_answers_that_stay(servers: Servers, name: str) -> None:
         assert report["moved"] == []
         assert [each["reason"][: len(reason)] for each in report["stayed"]] == [reason]
         assert b"data: [DONE]" in answering.result() or path != "/v1/completions" or not body["stream"]
-    wait_unused(one, other)
+    wait_unused(one, other, timeout_s=60)
 
 
 def test_next_turns_after_a_move(all_servers: tuple[Servers, Server]) -> None:
@@ -498,7 +489,7 @@ def test_many_answers_leave_a_server(servers: Servers) -> None:
         assert after.tokens == before.tokens, proxy.log(length=1 << 14)
         assert after.logprobs == pytest.approx(before.logprobs, abs=1e-4)
     assert report["moved"]
-    wait_unused(one, other)
+    wait_unused(one, other, timeout_s=60)
     assert one.metric(FAILED) == other.metric(FAILED) == 0
 
 
@@ -507,11 +498,6 @@ def one_byte_each() -> Tokenizer:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         return Tokenizer.from_file(f"{folder}/tokenizer.json")
-
-
-def wait_unused(*servers: Server) -> None:
-    """Wait until no request has a block, and none is kept that was stopped."""
-    wait_until(lambda: all(server.metric(USED) == 0 for server in servers))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

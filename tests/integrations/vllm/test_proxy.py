@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from harness.ports import free_ports
 from harness.servers import Server
 from tests.integrations.vllm.mooncake import MooncakeProxy
-from tests.integrations.vllm.requests import USED, leave, prompts, wait_free
+from tests.integrations.vllm.requests import USED, leave, prompts, wait_unused
 
 PATIENT = {"connection_limits": {"heartbeat_timeout_s": 30.0}}
 REFUSED_S = 10.0
@@ -188,7 +188,7 @@ def test_blocks_come_back(servers: tuple[Server, Server, Server]) -> None:
     assert prefill.metric(USED) > 0  # what prefill has computed for nobody stays
     aborted = {"abort_request_id": held["remote_request_id"]}
     post(prefill, "/v1/completions", {**COMMON, "prompt": "a", "max_tokens": 1, "kv_transfer_params": aborted})
-    wait_free(prefill)
+    wait_unused(prefill)
     several = {**COMMON, "temperature": 1, "max_tokens": 4}
     for fields, status in (
         ({"prompt": [TEXT, TEXT[1:]]}, 200),
@@ -197,12 +197,12 @@ def test_blocks_come_back(servers: tuple[Server, Server, Server]) -> None:
         ({"prompt": TEXT, "n": 2, "temperature": 0}, 400),  # decode refuses it after prefill
     ):
         assert post(proxy, "/v1/completions", {**several, **fields})[0] == status
-        wait_free(prefill, decode)
+        wait_unused(prefill, decode)
     sends = "vllm:disagg_sends_total"
     before = prefill.metric(sends)
     for index, prompt in enumerate(prompts((1100,) * 16, seed=53)):
         leave(proxy.port, {**COMMON, "prompt": prompt, "max_tokens": 300, "stream": index % 2 == 0}, after_s=index**2 / 200)
-    wait_free(prefill, decode)
+    wait_unused(prefill, decode)
     assert prefill.metric(sends) > before  # some left only after the hand-over
     (prompt,) = prompts((300,), seed=54)
     assert proxy.complete(prompt).tokens == decode.complete(prompt).tokens
@@ -266,7 +266,7 @@ def test_answers_are_those_of_one_server(
     loaded += num_tokens - 1
     assert decode.metric_from(LOADED, loaded) == loaded
     assert decode.metric(FAILED) == failed, decode.log()
-    wait_free(prefill, decode, timeout_s=FREE_S)
+    wait_unused(prefill, decode, timeout_s=FREE_S)
 
 
 def test_mooncakes_proxy_and_a_prefill_that_refuses(servers: tuple[Server, Server, Server], bootstrap_port: int) -> None:
@@ -280,7 +280,7 @@ def test_mooncakes_proxy_and_a_prefill_that_refuses(servers: tuple[Server, Serve
             check_answers(expected, answer.read(), stream=False)
         assert prefilled.result() == 404
     assert f"nobody has sent the request within {REFUSED_S:g} s" in decode.log(length=1 << 20)
-    wait_free(prefill, decode, timeout_s=FREE_S)
+    wait_unused(prefill, decode, timeout_s=FREE_S)
 
 
 def test_a_prefill_server_that_does_not_answer(servers: tuple[Server, Server, Server]) -> None:
@@ -292,7 +292,7 @@ def test_a_prefill_server_that_does_not_answer(servers: tuple[Server, Server, Se
         where = {"remote_engine_id": "silent", "remote_address": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
         params = {"do_remote_prefill": True, **where, "remote_request_id": "cd" * 16}
         assert decode.complete(prompt, kv_transfer_params=params).tokens == expected.tokens
-    wait_free(decode, timeout_s=FREE_S)
+    wait_unused(decode, timeout_s=FREE_S)
 
 
 def test_mooncakes_clients_leave(servers: tuple[Server, Server, Server], bootstrap_port: int) -> None:
@@ -307,7 +307,7 @@ def test_mooncakes_clients_leave(servers: tuple[Server, Server, Server], bootstr
                 wait_until(lambda: decode.metric(USED) > 0)  # it has reserved blocks
             answer.close()
             assert prefilled.result() == 200
-            wait_free(prefill, decode, timeout_s=FREE_S)
+            wait_unused(prefill, decode, timeout_s=FREE_S)
 
 
 def test_prefill_is_killed_and_comes_back(
@@ -329,14 +329,14 @@ def test_prefill_is_killed_and_comes_back(
     for one, other in zip([*expected, expected[-1]], found, strict=True):
         assert other.tokens == one.tokens
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
-    wait_free(decode, timeout_s=FREE_S)
+    wait_unused(decode, timeout_s=FREE_S)
     with begin_prefill(model("llama"), bootstrap_port, instead_of=prefill) as again:
         again.wait_ready()
         for prompt, one in zip(asked, expected, strict=True):
             before = decode.metric(LOADED)
             assert proxy.complete(prompt).tokens == one.tokens
             assert decode.metric_from(LOADED, before + 1) - before == len(prompt) - 1
-        wait_free(again, decode, timeout_s=FREE_S)
+        wait_unused(again, decode, timeout_s=FREE_S)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -375,8 +375,8 @@ def test_several_answers_to_one_prompt(pair: tuple[Engine, Engine]) -> None:
 
 
 def test_several_answers_on_prefill(pair: tuple[Engine, Engine]) -> None:
-    """As proxies ask that pass `n` on to prefill: all of its answers tell the same, and nothing is held for those beyond the
-    first. vLLM returns what the last one tells.
+    """Some proxies pass `n` on to prefill. All answers name one hand-over, since vLLM returns the parameters of the one that
+    ends last, and no block is held for the others.
     """
     prefill, decode = pair
     (prompt,) = prompts((300,), seed=34)
@@ -393,7 +393,7 @@ def test_several_answers_on_prefill(pair: tuple[Engine, Engine]) -> None:
 
 
 def test_list_of_prompts_on_prefill(pair: tuple[Engine, Engine]) -> None:
-    """VLLM returns what the first one tells. Nothing is held for the others."""
+    """VLLM returns the parameters of the first prompt. No block is held for the others."""
     prefill, decode = pair
     asked = prompts((300, 200), seed=35)
     names = [f"cmpl-list-{number}-0123abcd" for number in range(2)]

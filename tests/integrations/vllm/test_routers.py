@@ -17,7 +17,7 @@ import pytest
 
 from harness.ports import free_ports
 from harness.servers import Server
-from tests.integrations.vllm.requests import leave, prompts, wait_free
+from tests.integrations.vllm.requests import leave, prompts, wait_unused
 from tests.integrations.vllm.routers import (
     CHAT,
     COMPLETIONS,
@@ -47,7 +47,7 @@ OPTIONS = (
 )
 LOADED, FAILED = "vllm:disagg_loaded_tokens_total", "vllm:disagg_failed_loads_total"
 HOLD_S = 600.0
-"""How long prefill keeps what nobody comes for: longer than the tests wait."""
+"""How long prefill holds blocks that no decode server takes: longer than the tests wait for them to be free."""
 TEXT = "Prefill computes, decode answers. " * 5
 OTHER = "Another prompt, as long as three blocks of the prefill server, and then some more. " * 2
 UNICODE = "Größe, 数量, размер, حجم, 🙂👩‍👩‍👧, \u0000\t\u2028. " * 4
@@ -360,15 +360,15 @@ def test_vllm_router(servers: Servers, vllm_router: dict[str, Direct], name: str
 
 
 def test_nothing_has_failed_or_is_kept(servers: Servers) -> None:
-    """Also not for several answers, or for a list of prompts, of which decode loads one. Runs after those before it."""
+    """Nor for several answers or a list of prompts, of which decode loads one, are blocks held. Runs after the tests above."""
     assert servers.decode.metric(FAILED) == 0, servers.decode.log()
-    wait_free(servers.prefill, servers.decode)
+    wait_unused(servers.prefill, servers.decode)
 
 
 def test_clients_leave(servers: Servers, vllm_router: dict[str, Direct]) -> None:
-    """At any moment of 24 requests: nothing of them is kept."""
+    """Clients of 24 requests leave at any moment. No block is held for these."""
     for router in vllm_router.values():
         for number, prompt in enumerate(prompts([1200] * 24, seed=55)):
             asked = {"model": "model", "prompt": prompt, "max_tokens": 300, "stream": number % 2 == 0}
             leave(router.port, asked, after_s=(number // 2) ** 2 / 72)
-    wait_free(servers.prefill, servers.decode)
+    wait_unused(servers.prefill, servers.decode)
