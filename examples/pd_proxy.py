@@ -70,6 +70,8 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 INCOMPLETE = "\ufffd"
 """How a text ends whose last character is not complete."""
+SEAM = 64
+"""How many characters before a move tell whether the last one is complete."""
 OF_THE_PROMPT = frozenset(
     {
         *("prompt", "messages", "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "chat_template"),
@@ -652,8 +654,10 @@ class Answer:
         self._is_whole = False
         """Whether the text so far is that of all tokens: the last event has brought one token, and its text."""
         self._stops: StopStrings | None = None
-        self._incomplete: str | None = None
-        """The text before an incomplete character at which the answer has moved: vLLM begins with the whole text then."""
+        self._known: str | None = None
+        """The text of the prompt and of the answer when it moved, if its last character may be incomplete: the server that goes
+        on begins with the whole text then.
+        """
 
     @property
     def own(self) -> dict[str, Any]:
@@ -774,7 +778,7 @@ class Answer:
             for choice in event["choices"]:
                 self.tokens += choice["token_ids"] or ()
                 self._is_whole = bool(choice["text"]) and len(choice["token_ids"] or ()) == 1
-                text, reason = await self._whole(choice["text"]), choice["finish_reason"]
+                text, reason = await self._new(choice["text"]), choice["finish_reason"]
                 if reason and await self._has_stopped(reason):
                     reason = None
                 self._text += text
@@ -833,7 +837,7 @@ class Answer:
                     await check(answer)
                     others = read_events(answer, None)
                     first = await anext(others)
-                    self._incomplete = await self._incomplete_text(server)
+                    self._known = await self._known_text(server)
                 except (ClientError, Failed, Refused) as error:
                     logger.warning("%s does not go on with %s: %s", server.url, self.id, error)
                     failure = error
@@ -864,38 +868,29 @@ class Answer:
             "kv_transfer_params": {**self._own(move_id), **({} if kept is None else {"kept": kept})},
         }
 
-    async def _incomplete_text(self, server: Server) -> str | None:
-        """The text of the prompt and the answer before a character that is not complete; `None` if there is no such character.
-
-        Raises `Failed` if the text of the tokens does not tell: the client does not get special tokens.
-        """
+    async def _known_text(self, server: Server) -> str | None:
+        """The text of the tokens so far; `None` if all of it was sent. The client gets no special tokens, which are in it."""
         if self._is_whole:
             return None
-        model = self._body.get("model")
-        known = await self._client.text(server, self.headers, model, self._prompt)
-        whole = await self._client.text(server, self.headers, model, self._prompt + self.tokens)
-        begun = ("" if known.endswith(INCOMPLETE) else known) + self._text
-        if whole == begun or INCOMPLETE not in whole[-64:]:
-            return None
-        if whole.startswith(begun) and whole.endswith(INCOMPLETE):
-            return begun
-        raise Failed("the text so far is not that of its tokens")
+        known = await self._client.text(server, self.headers, self._body.get("model"), self._prompt + self.tokens)
+        _, incomplete, tail = known[-SEAM:].rpartition(INCOMPLETE)
+        return None if not incomplete or (tail and self._text.endswith(tail)) else known
 
-    async def _whole(self, text: str) -> str:
-        """The text of the first characters after a move, of `text` as the server gives it."""
-        if self._incomplete is None or not text:
+    async def _new(self, text: str) -> str:
+        """What the client gets of `text`, as the server gives it: after an incomplete character that is all of the prompt's and
+        the answer's. Raises `Failed` if special tokens hide where the new text begins.
+        """
+        if self._known is None or not text:
             return text
-        begun, self._incomplete = self._incomplete, None
-        if not begun:
-            return text
-        tokens = self._prompt + self.tokens
-        whole = await self._client.text(self.server, self.headers, self._body.get("model"), tokens)
-        new = whole[len(begun) :]
+        sent, self._known = self._known.rstrip(INCOMPLETE), None
+        whole = await self._client.text(self.server, self.headers, self._body.get("model"), self._prompt + self.tokens)
+        new = whole[len(sent) :] if whole.startswith(sent) else ""
         while new.endswith(INCOMPLETE) and not text.endswith(new):
             new = new[:-1]
-        if not (new and whole.startswith(begun) and text.endswith(new)):
-            raise Failed("the text of a character that was not complete is not that of its tokens")
-        return new
+        before = text.removesuffix(new).rstrip(INCOMPLETE)  # what was sent ends with a whole character
+        if not new or not text.endswith(new) or (before and not before.endswith(self._text[-SEAM:])):
+            raise Failed("the text so far is not that of its tokens")
+        return text[len(before) :]
 
     def _event(self, choice: dict[str, Any], text: str, reason: str | None, stop_reason: Any) -> dict[str, Any]:
         """An event for the client of one of a server that goes on."""

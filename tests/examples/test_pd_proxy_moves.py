@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
 from aiohttp import ClientError, ClientSession, web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 
 from examples.pd_proxy import Proxy
 from tests.examples.test_pd_proxy import SSE, Asked, StandIn, prefills, serve, until
 
 KEPT = {"remote_request_id": "ab" * 16, "remote_keep_s": 60.0}
 STOPPED = {"max_tokens": 40, "min_tokens": 0, "temperature": 0.0}
-BODY = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 40, "stream": True, "stop": "nowhere", "user": "someone"}
+BODY: dict[str, Any] = {
+    "model": "model",
+    "prompt": [1, 2, 3],
+    "max_tokens": 40,
+    "stream": True,
+    "stop": "nowhere",
+    "user": "someone",
+}
+
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTES = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(LETTERS)}, merges=[]))
+BYTES.pre_tokenizer, BYTES.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+BYTES.add_special_tokens(["<end>"])
+"""A tokenizer with a token for each byte, and a special one."""
 
 
 def text_of(tokens: list[int]) -> str:
@@ -74,24 +91,29 @@ class Decode:
             await self.takes.wait()
         return await self._generate(request, asked.body)
 
+    def parts(self, prompt: list[int], count: int) -> Iterator[tuple[list[int], str]]:
+        """The tokens and the text of each event."""
+        for token in range(len(prompt), len(prompt) + count):
+            yield [token], text_of([token])
+
     async def _generate(self, request: web.Request, body: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers=SSE)
         await response.prepare(request)
-        length = len(body["prompt"])
-        for number in range(body["max_tokens"]):
-            if number == self.num_at_once:
+        number = 0
+        for tokens, text in self.parts(body["prompt"], body["max_tokens"]):
+            if number >= self.num_at_once:
                 await self.going.wait()
-            is_last = (self.is_stopped and number >= self.num_at_once) or number == body["max_tokens"] - 1
-            token = length + number
+            is_last = (self.is_stopped and number >= self.num_at_once) or number + len(tokens) == body["max_tokens"]
             choice = {
                 "index": 0,
-                "text": text_of([token]),
+                "text": text,
                 "logprobs": None,
-                "token_ids": [token],
+                "token_ids": tokens,
                 "stop_reason": None,
                 "finish_reason": self.finish_reason if is_last else None,
                 **({"prompt_token_ids": body["prompt"]} if number == 0 else {}),
             }
+            number += len(tokens)
             event = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "model", "choices": [choice]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if is_last:
@@ -99,6 +121,21 @@ class Decode:
                 break
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+@dataclass
+class DecodeOfBytes(Decode):
+    """One whose tokens are bytes. It makes the text of its answer as vLLM does, and puts some tokens into each event."""
+
+    answer: list[int] = field(default_factory=list)
+    size: int = 1
+
+    def parts(self, prompt: list[int], count: int) -> Iterator[tuple[list[int], str]]:
+        stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+        tokens = self.answer[len(prompt) - len(BODY["prompt"]) :][:count]
+        for at in range(0, count, self.size):
+            part = tokens[at : at + self.size]
+            yield part, "".join(stream.step(BYTES, token) or "" for token in part)
 
 
 @dataclass
@@ -396,6 +433,45 @@ def test_an_answer_that_ends_when_it_is_stopped() -> None:
         assert not servers.other.bodies()
 
     run(scenario, Decode(finish_reason="stop"), Decode())
+
+
+@pytest.mark.parametrize("has_special", [False, True], ids=["bytes", "special tokens"])
+@pytest.mark.parametrize("seed", range(100))
+def test_an_answer_that_moves_within_a_character(seed: int, has_special: bool) -> None:
+    """Its text is that of one server, wherever it moves and however many tokens an event has. Where a special token follows a
+    part of a character, it may be cut off.
+    """
+    draw = Random(seed)
+    texts = ["a", "\u00e9", "\u4e16", "\U0001f389", "\ufffd"]
+    answer: list[int] = []
+    while len(answer) < BODY["max_tokens"]:
+        answer += BYTES.encode(draw.choice(texts)).ids if draw.random() < 0.8 else [draw.randrange(256)]
+        if has_special and draw.random() < 0.2:
+            answer += BYTES.encode("<end>").ids
+    answer = answer[: BODY["max_tokens"]]
+    one, other = (
+        DecodeOfBytes(
+            answer=answer,
+            size=draw.randint(1, 3),
+            num_at_once=draw.randint(1, 12),
+            text=lambda tokens: BYTES.decode(tokens, skip_special_tokens=False),
+        )
+        for _ in range(2)
+    )
+    other.going.set()
+    stream = DecodeStream(ids=BODY["prompt"], skip_special_tokens=True)
+    text = "".join(stream.step(BYTES, token) or "" for token in answer)
+
+    async def scenario(servers: Servers) -> None:
+        try:
+            found, report = await drained(servers)
+        except ClientError:
+            assert has_special
+            return
+        assert found == (answer, text, "length")
+        assert len(report["moved"]) == 1
+
+    run(scenario, one, other)
 
 
 @pytest.mark.parametrize("case", ["no word of the stop", "another text"])
