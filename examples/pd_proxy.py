@@ -882,15 +882,22 @@ class Answer:
         """
         if self._known is None or not text:
             return text
-        sent, self._known = self._known.rstrip(INCOMPLETE), None
+        known, self._known = self._known.rstrip(INCOMPLETE), None
         whole = await self._client.text(self.server, self.headers, self._body.get("model"), self._prompt + self.tokens)
-        new = whole[len(sent) :] if whole.startswith(sent) else ""
+        sent, new = self._text[-SEAM:], whole[len(known) :]
+        if sent and sent not in text and len(text) <= len(new):
+            return text
         while new.endswith(INCOMPLETE) and not text.endswith(new):
             new = new[:-1]
-        before = text.removesuffix(new).rstrip(INCOMPLETE)  # what was sent ends with a whole character
-        if not new or not text.endswith(new) or (before and not before.endswith(self._text[-SEAM:])):
+        if new and whole.startswith(known) and text.endswith(new):
+            before = text.removesuffix(new).rstrip(INCOMPLETE)  # what was sent ends with a whole character
+            if not before or before.endswith(sent):
+                return text[len(before) :]
+        starts = range(max(1, len(text) - len(whole) + len(known)), len(text) + 1)  # special tokens are in `whole` only
+        found = [start for start in starts if text.endswith(sent, 0, start)]
+        if len(sent) < SEAM // 4 or len(found) != 1:
             raise Failed("the text so far is not that of its tokens")
-        return text[len(before) :]
+        return text[found[0] :]
 
     def _event(self, choice: dict[str, Any], text: str, reason: str | None, stop_reason: Any) -> dict[str, Any]:
         """An event for the client of one of a server that goes on."""
