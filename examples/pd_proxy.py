@@ -48,7 +48,7 @@ VLLM, SGLANG = "vLLM", "SGLang"
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
 FOR_SERVERS_ONLY = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 """Fields that the proxy sets. A client that could choose them would choose whose state decode takes."""
-PASSED_ON = ("Authorization", "X-Request-Id")
+PASSED_ON = ("Authorization", "X-Request-Id", "X-Vllm-Priority", "X-Session-ID")
 PASSED_ON_TO_DECODE = (*PASSED_ON, "Content-Type")
 NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "keep-alive", "server", "transfer-encoding"}
 """Headers of one connection, or of the body as it came."""
@@ -87,9 +87,12 @@ CHECKED_BY_DECODE = frozenset(
     }
 )
 """Fields of which decode says whether another server can go on with them, and how."""
-GOES_ON_WITH = frozenset({"model", "user", "cache_salt", "priority", "stream_interval", "session_id"})
+GOES_ON_WITH = frozenset(
+    {"model", "user", "cache_salt", "priority", "stream_interval", "session_id", "include_stop_str_in_output"}
+)
+"""Fields that the other server gets as they are. The last one is also for tokens that end an answer."""
 OF_LOGPROBS = frozenset({"logprobs", "logprob_token_ids", "return_tokens_as_token_ids"})
-OF_THE_FORM = frozenset({"stream", "stream_options", "stop", "include_stop_str_in_output", "return_token_ids", "n"})
+OF_THE_FORM = frozenset({"stream", "stream_options", "stop", "return_token_ids", "n"})
 MAY_MOVE = OF_THE_PROMPT | CHECKED_BY_DECODE | GOES_ON_WITH | OF_THE_FORM
 """The fields of requests whose answers may move."""
 READ_BY_PROXY = {"include_stop_str_in_output": bool, "return_token_ids": bool, "min_tokens": int}
@@ -595,11 +598,11 @@ class StopStrings:
         """What the client may have of the text before."""
         return self._send(len(self._text) - self._num_held)
 
-    def add(self, text: str, num_tokens: int, *, is_end: bool) -> tuple[str, str]:
+    def add(self, text: str, num_tokens: int, *, num_skipped: int = 0, is_end: bool) -> tuple[str, str]:
         """What the client gets next, and the stop string with which the answer ends there; empty if it does not. `num_tokens`
-        are those of the answer with `text`, which ends if `is_end`.
+        are those of the answer with `text`, which ends if `is_end`, and whose first `num_skipped` characters end no answer.
         """
-        start = len(self._text)
+        start = len(self._text) + num_skipped
         self._text += text
         found = []
         for each in self._stop if num_tokens > self._min_tokens and text else ():
@@ -645,6 +648,8 @@ class Answer:
         """Why it stays, once its server has stopped it: empty if it has moved. `None` while nobody moves it."""
         self.num_before = 0
         """How many tokens the answer had when this server began."""
+        self._limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        """How many tokens this server is asked for; `None` if the client does not say."""
         self._offset, self._offset_before = 0, 0
         """Where the next token begins in the text, as log-probabilities say it, and where this server's first one does."""
         self._left: dict[str, Any] | None = None
@@ -654,10 +659,8 @@ class Answer:
         self._is_whole = False
         """Whether the text so far is that of all tokens: the last event has brought one token, and its text."""
         self._stops: StopStrings | None = None
-        self._known: str | None = None
-        """The text of the prompt and of the answer when it moved, if its last character may be incomplete: the server that goes
-        on begins with the whole text then.
-        """
+        self._seam: tuple[str, bool] | None = None
+        """`_text_before` the move, until the server that goes on gives a text."""
 
     @property
     def own(self) -> dict[str, Any]:
@@ -743,6 +746,8 @@ class Answer:
             self._is_whole = bool(text) and len(choice.get("token_ids") or ()) == 1 and not self._body.get("stop")
             if not self._body.get("return_token_ids"):
                 hide_tokens(event)
+                if choice.get("delta") == {} and not choice["finish_reason"]:
+                    continue  # a parser holds the text back: the server sends it because it is to name the tokens
             if choice["finish_reason"] and await self._has_stopped(choice["finish_reason"]):
                 stop = self._body.get("stop") or []
                 self._stops = StopStrings(
@@ -771,6 +776,8 @@ class Answer:
         async for line in lines_of(parts):
             event = read_event(line)
             if event is None:
+                if line.startswith(b":"):  # a comment, which keeps the connection alive
+                    yield line + b"\n\n"
                 continue
             if event.get("error"):
                 yield line + b"\n\n"
@@ -778,11 +785,13 @@ class Answer:
             for choice in event["choices"]:
                 self.tokens += choice["token_ids"] or ()
                 self._is_whole = bool(choice["text"]) and len(choice["token_ids"] or ()) == 1
-                text, reason = await self._new(choice["text"]), choice["finish_reason"]
+                reason = choice["finish_reason"]
+                text = await self._new(choice["text"], is_end=bool(reason))
                 if reason and await self._has_stopped(reason):
                     reason = None
                 self._text += text
-                text, found = self._stops.add(text, len(self.tokens), is_end=bool(reason))
+                num_skipped = await self._num_skipped(text, len(choice["token_ids"] or ()))
+                text, found = self._stops.add(text, len(self.tokens), num_skipped=num_skipped, is_end=bool(reason))
                 ending = ("stop", found) if found else (reason, choice["stop_reason"])
                 yield write_event(self._event(choice, text, *ending))
                 if found or reason:
@@ -801,8 +810,10 @@ class Answer:
             return False
         try:
             answer = await self._stopping
-        except (ClientError, Failed, Refused) as error:
-            if reason == "length":
+        except Refused:
+            return False
+        except (ClientError, Failed) as error:
+            if reason == "length" and len(self.tokens) - self.num_before != self._limit:
                 raise Failed(f"{self.server.url} may have stopped the request, and has not said so: {error}") from error
             return False
         self._stopping, left = None, answer.get("stopped")
@@ -831,13 +842,14 @@ class Answer:
             async with AsyncExitStack() as stack:
                 try:
                     asked = self._continuation(left, kept, move_id)
+                    limit = asked["max_tokens"]
                     answer = await stack.enter_async_context(
                         self._client.open("POST", server.url + COMPLETIONS, headers=self.headers, json=asked)
                     )
                     await check(answer)
                     others = read_events(answer, None)
                     first = await anext(others)
-                    self._known = await self._known_text(server)
+                    self._seam = await self._text_before(server)
                 except (ClientError, Failed, Refused) as error:
                     logger.warning("%s does not go on with %s: %s", server.url, self.id, error)
                     failure = error
@@ -847,7 +859,7 @@ class Answer:
                     continue
                 logger.info("%s goes on at %s after %d tokens", self.id, server.url, len(self.tokens))
                 self.server, self.target, self._move_id, self._left = server, None, move_id, None
-                self.num_before, self._offset_before = len(self.tokens), self._offset
+                self.num_before, self._limit, self._offset_before = len(self.tokens), limit, self._offset
                 self._note_move("" if server is not source else f"no other server goes on with it: {failure}")
                 yield begin_with(first, others)
                 return
@@ -868,28 +880,53 @@ class Answer:
             "kv_transfer_params": {**self._own(move_id), **({} if kept is None else {"kept": kept})},
         }
 
-    async def _known_text(self, server: Server) -> str | None:
-        """The text of the tokens so far; `None` if all of it was sent. The client gets no special tokens, which are in it."""
+    async def _num_skipped(self, text: str, num_tokens: int) -> int:
+        """How many characters of the text of the last `num_tokens` are of tokens at which no stop string ends the answer."""
+        count = self._body.get("min_tokens") or 0
+        if not self._body.get("stop") or not len(self.tokens) - num_tokens < count < len(self.tokens):
+            return 0
+        model, tokens = self._body.get("model"), self._prompt + self.tokens
+        whole = await self._client.text(self.server, self.headers, model, tokens)
+        early = await self._client.text(self.server, self.headers, model, self._prompt + self.tokens[:count])
+        return max(0, len(text) - (len(whole) - len(early.rstrip(INCOMPLETE))))
+
+    async def _text_before(self, server: Server) -> tuple[str, bool] | None:
+        """The text of the prompt and the answer up to the last character that is complete, and whether it is known that another
+        one has begun; `None` if all of the text was sent. The client gets no special tokens, whose text is in it.
+        """
         if self._is_whole:
             return None
-        known = await self._client.text(server, self.headers, self._body.get("model"), self._prompt + self.tokens)
-        _, incomplete, tail = known[-SEAM:].rpartition(INCOMPLETE)
-        return None if not incomplete or (tail and self._text.endswith(tail)) else known
+        text = await self._complete_text(server, num_left=0)
+        _, incomplete, tail = text[-SEAM:].rpartition(INCOMPLETE)
+        if not incomplete or (tail and self._text.endswith(tail)):
+            return None
+        return text if tail else await self._complete_text(server, num_left=len(self.tokens)), not tail
 
-    async def _new(self, text: str) -> str:
-        """What the client gets of `text`, as the server gives it: after an incomplete character that is all of the prompt's and
-        the answer's. Raises `Failed` if special tokens hide where the new text begins.
+    async def _complete_text(self, server: Server, *, num_left: int) -> str:
+        """The text of the prompt and the answer, without so many of its tokens at most at which no character is complete."""
+        count = len(self.tokens)
+        while True:
+            asked = self._prompt + self.tokens[:count]
+            text = await self._client.text(server, self.headers, self._body.get("model"), asked)
+            if not text.endswith(INCOMPLETE) or count == len(self.tokens) - num_left:
+                return text
+            count -= 1
+
+    async def _new(self, text: str, *, is_end: bool) -> str:
+        """What the client gets of `text`, as the server gives it. After an incomplete character that is all of the prompt's and
+        the answer's, or (of tokenizers in Python) what follows the character, if the answer does not end there. Raises `Failed`
+        if special tokens hide where the new text begins.
         """
-        if self._known is None or not text:
+        if self._seam is None or not (text or is_end):
             return text
-        known, self._known = self._known.rstrip(INCOMPLETE), None
-        whole = await self._client.text(self.server, self.headers, self._body.get("model"), self._prompt + self.tokens)
-        sent, new = self._text[-SEAM:], whole[len(known) :]
-        if sent and sent not in text and len(text) <= len(new):
+        (known, is_cut), self._seam = self._seam, None
+        whole = await self._complete_text(self.server, num_left=len(self.tokens))
+        sent, new = self._text[-SEAM:], whole[len(known) :] if whole.startswith(known) else ""
+        if is_cut and new.endswith(text) and (text or INCOMPLETE not in new):
+            return new
+        if not text or (not is_cut and sent and sent not in text and len(text) <= len(new)):
             return text
-        while new.endswith(INCOMPLETE) and not text.endswith(new):
-            new = new[:-1]
-        if new and whole.startswith(known) and text.endswith(new):
+        if new and text.endswith(new):
             before = text.removesuffix(new).rstrip(INCOMPLETE)  # what was sent ends with a whole character
             if not before or before.endswith(sent):
                 return text[len(before) :]

@@ -7,12 +7,13 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 from aiohttp import ClientError, ClientSession, web
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
 from examples.pd_proxy import Proxy
@@ -30,11 +31,97 @@ BODY: dict[str, Any] = {
 }
 
 
-LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-BYTES = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(LETTERS)}, merges=[]))
-BYTES.pre_tokenizer, BYTES.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-BYTES.add_special_tokens(["<end>"])
-"""A tokenizer with a token for each byte, and a special one."""
+LETTERS = [*range(33, 127), *range(161, 173), *range(174, 256)]
+LETTERS += [byte for byte in range(256) if byte not in LETTERS]
+"""The bytes for which tokenizers by bytes have a letter, and those that have one from 256 on."""
+
+
+def by_bytes(*pieces: bytes) -> tuple[Tokenizer, dict[bytes, int]]:
+    """A tokenizer with a token for each byte, for some pieces, and a special one. Also its tokens."""
+    letters = {byte: chr(byte if number < 188 else 256 + number - 188) for number, byte in enumerate(LETTERS)}
+    tokens = {piece: number for number, piece in enumerate([*(bytes([byte]) for byte in range(256)), *pieces])}
+    vocabulary = {"".join(letters[byte] for byte in piece): number for piece, number in tokens.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer, tokens
+
+
+def with_byte_fallback() -> tuple[Tokenizer, dict[bytes, int]]:
+    """One as Llama 2 has it: with bytes for what is not in its vocabulary."""
+    characters = ["\u2581", "a", "b", "\u00e9"]
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(["<end>"])
+    tokens = {bytes([byte]): 1 + byte for byte in range(256)}
+    return tokenizer, tokens | {each.replace("\u2581", " ").encode(): vocabulary[each] for each in characters}
+
+
+@dataclass
+class StreamInPython:
+    """How vLLM makes text of the tokens of tokenizers in Python: it looks at the last ones only."""
+
+    tokenizer: Tokenizer
+    ids: list[int]
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.ids)
+        self.read = len(self.ids)
+        self.start = max(0, self.read - 5)
+
+    def step(self, token: int) -> str:
+        self.ids.append(token)
+        known, text = (self.tokenizer.decode(self.ids[self.start : stop]) for stop in (self.read, None))
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return ""
+        self.start, self.read = self.read, len(self.ids)
+        return text[len(known) :]
+
+
+@dataclass
+class StreamOfLetters:
+    """Each token is a letter."""
+
+    ids: list[int]
+
+    def step(self, token: int) -> str:
+        return text_of([token])
+
+
+@dataclass
+class FastStream:
+    """How vLLM makes text of the tokens of all others."""
+
+    tokenizer: Tokenizer
+    ids: list[int]
+
+    def __post_init__(self) -> None:
+        self.stream = DecodeStream(ids=self.ids, skip_special_tokens=True)
+
+    def step(self, token: int) -> str:
+        return self.stream.step(self.tokenizer, token) or ""
+
+
+PIECES = (b" \xf0\x9f", b"\xf0\x9f\x98", b" \xe2\x80", b"\n\xe2", b"\x8a!")
+TOKENIZERS: dict[str, tuple[Tokenizer, dict[bytes, int], Callable[[Tokenizer, list[int]], Any]]] = {
+    "bytes": (*by_bytes(), FastStream),
+    "pieces": (*by_bytes(*PIECES), FastStream),
+    "byte fallback": (*with_byte_fallback(), FastStream),
+    "in Python": (*by_bytes(*PIECES), StreamInPython),
+}
+
+
+def encoded(text: str, tokens: dict[bytes, int]) -> list[int]:
+    """Its tokens, of the longest pieces."""
+    data, found = text.encode(), []
+    while data:
+        piece = max((each for each in tokens if data.startswith(each)), key=len)
+        found.append(tokens[piece])
+        data = data[len(piece) :]
+    return found
 
 
 def text_of(tokens: list[int]) -> str:
@@ -62,6 +149,8 @@ class Decode:
     """When it answers what it is to go on with."""
     knows_itself: asyncio.Event = field(default_factory=asyncio.Event)
     """When it says which kind of server it is."""
+    refuses: bool = False
+    """Whether it does not stop a request if `told` is an error."""
 
     def __post_init__(self) -> None:
         for event in (self.stops, self.takes, self.knows_itself):
@@ -75,7 +164,7 @@ class Decode:
             return web.json_response({})
         params = asked.body.get("kv_transfer_params", {})
         if "stop_request_id" in params:
-            self.is_stopped = self.told == 500 or "stopped" in self.told
+            self.is_stopped = not self.refuses if isinstance(self.told, int) else "stopped" in self.told
             self.going.set()
             await self.stops.wait()
             if isinstance(self.told, int):
@@ -87,7 +176,7 @@ class Decode:
             return web.json_response({})
         if self.status != web.HTTPOk.status_code:
             return web.Response(status=self.status)
-        if asked.body["prompt"] != BODY["prompt"]:
+        if len(asked.body["prompt"]) != len(BODY["prompt"]):
             await self.takes.wait()
         return await self._generate(request, asked.body)
 
@@ -124,18 +213,20 @@ class Decode:
 
 
 @dataclass
-class DecodeOfBytes(Decode):
-    """One whose tokens are bytes. It makes the text of its answer as vLLM does, and puts some tokens into each event."""
+class DecodeOfTokens(Decode):
+    """One that makes the text of its answer as vLLM does, and puts some tokens into each event."""
 
+    stream: Callable[[list[int]], Any] | None = None
     answer: list[int] = field(default_factory=list)
     size: int = 1
 
     def parts(self, prompt: list[int], count: int) -> Iterator[tuple[list[int], str]]:
-        stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+        assert self.stream is not None
+        stream = self.stream(prompt)
         tokens = self.answer[len(prompt) - len(BODY["prompt"]) :][:count]
         for at in range(0, count, self.size):
             part = tokens[at : at + self.size]
-            yield part, "".join(stream.step(BYTES, token) or "" for token in part)
+            yield part, "".join(stream.step(token) for token in part)
 
 
 @dataclass
@@ -205,9 +296,9 @@ def run(scenario: Callable[[Servers], Awaitable[None]], one: Decode, other: Deco
     asyncio.run(start())
 
 
-async def drained(servers: Servers) -> tuple[tuple[list[int], str, str], Any]:
+async def drained(servers: Servers, **fields: Any) -> tuple[tuple[list[int], str, str], Any]:
     """An answer of the first server, which is drained meanwhile, and the report of that."""
-    answering = asyncio.create_task(servers.answer())
+    answering = asyncio.create_task(servers.answer(**fields))
     await until(lambda: bool(servers.one.bodies()))
     report = await servers.drain(servers.one)
     return await answering, report
@@ -435,36 +526,43 @@ def test_an_answer_that_ends_when_it_is_stopped() -> None:
     run(scenario, Decode(finish_reason="stop"), Decode())
 
 
-@pytest.mark.parametrize("has_special", [False, True], ids=["bytes", "special tokens"])
-@pytest.mark.parametrize("seed", range(100))
-def test_an_answer_that_moves_within_a_character(seed: int, has_special: bool) -> None:
-    """Its text is that of one server, wherever it moves and however many tokens an event has. Where a special token follows a
+@pytest.mark.parametrize(
+    ("name", "has_special"),
+    [(name, has_special) for name in TOKENIZERS for has_special in (False, True) if not (has_special and name == "in Python")],
+)
+@pytest.mark.parametrize("seed", range(40))
+def test_an_answer_that_moves_within_a_character(seed: int, name: str, has_special: bool) -> None:
+    """Its text is that of one server, wherever it moves and however many tokens an event has. Where special tokens are beside a
     part of a character, it may be cut off.
     """
+    tokenizer, tokens, kind = TOKENIZERS[name]
     draw = Random(seed)
-    texts = ["a", "\u00e9", "\u4e16", "\U0001f389", "\ufffd"]
+    texts = ["a", "\u00e9", "\u4e16", "\U0001f389", " \U0001f60a", " \u201c", "\n\u2019"]
     answer: list[int] = []
     while len(answer) < BODY["max_tokens"]:
-        answer += BYTES.encode(draw.choice(texts)).ids if draw.random() < 0.8 else [draw.randrange(256)]
+        is_text = name != "bytes" or draw.random() < 0.8
+        answer += encoded(draw.choice(texts), tokens) if is_text else [draw.randrange(256)]
         if has_special and draw.random() < 0.2:
-            answer += BYTES.encode("<end>").ids
+            answer += tokenizer.encode("<end>").ids
     answer = answer[: BODY["max_tokens"]]
+    prompt = encoded("b\u00e9a" if name == "byte fallback" else "abc", tokens)
+    stream = kind(tokenizer, prompt)
+    text = "".join(stream.step(token) for token in answer)
     one, other = (
-        DecodeOfBytes(
+        DecodeOfTokens(
+            stream=partial(kind, tokenizer),
             answer=answer,
             size=draw.randint(1, 3),
-            num_at_once=draw.randint(1, 12),
-            text=lambda tokens: BYTES.decode(tokens, skip_special_tokens=False),
+            num_at_once=draw.randint(1, 30),
+            text=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False),
         )
         for _ in range(2)
     )
     other.going.set()
-    stream = DecodeStream(ids=BODY["prompt"], skip_special_tokens=True)
-    text = "".join(stream.step(BYTES, token) or "" for token in answer)
 
     async def scenario(servers: Servers) -> None:
         try:
-            found, report = await drained(servers)
+            found, report = await drained(servers, prompt=prompt)
         except ClientError:
             assert has_special
             return
@@ -472,6 +570,86 @@ def test_an_answer_that_moves_within_a_character(seed: int, has_special: bool) -
         assert len(report["moved"]) == 1
 
     run(scenario, one, other)
+
+
+@pytest.mark.parametrize("names_tokens", [False, True])
+def test_events_that_a_server_sends_to_name_tokens_only(names_tokens: bool) -> None:
+    """A chat's parser holds text back. A client that does not ask for tokens gets no event for them."""
+    deltas: list[tuple[dict[str, str], list[int]]] = [
+        ({"role": "assistant", "content": ""}, []),
+        ({}, [5]),
+        ({"content": "a"}, [6]),
+    ]
+
+    async def respond(request: web.Request, asked: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(b": keep-alive\n\n")
+        for delta, tokens in deltas:
+            assert asked.body["return_token_ids"] is True
+            choice = {"index": 0, "delta": delta, "token_ids": tokens, "finish_reason": None}
+            await response.write(b"data: " + json.dumps({"id": "chat", "choices": [choice]}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    one = Decode()
+    one.respond = respond  # type: ignore[method-assign]
+
+    async def scenario(servers: Servers) -> None:
+        body = {"model": "model", "messages": [], "stream": True, **({"return_token_ids": True} if names_tokens else {})}
+        async with servers.client.post("/v1/chat/completions", json=body, headers={"X-Vllm-Priority": "3"}) as answer:
+            lines = [line async for line in answer.content if line.startswith(b"data: {")]
+        found = [json.loads(line[6:])["choices"][0]["delta"] for line in lines]
+        assert found == [delta for delta, _ in deltas if delta or names_tokens]
+        assert servers.one.asked[-1].headers["X-Vllm-Priority"] == "3"
+
+    run(scenario, one, Decode())
+
+
+def test_stop_tokens_in_the_text_of_an_answer_that_has_moved() -> None:
+    """The other server has to know that the client wants them."""
+    other = Decode()
+    other.going.set()
+
+    async def scenario(servers: Servers) -> None:
+        answering = asyncio.create_task(servers.answer(include_stop_str_in_output=True, stop_token_ids=[7]))
+        await until(lambda: bool(servers.one.bodies()))
+        await servers.drain(servers.one)
+        await answering
+        (asked,) = servers.other.bodies()
+        assert asked["include_stop_str_in_output"] is True
+
+    run(scenario, Decode(), other)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_answer_that_ends_after_its_server_was_too_busy_to_stop_it(status: int) -> None:
+    """It has all its tokens, and the client gets its end."""
+    one = Decode(told=status, refuses=True)
+
+    async def scenario(servers: Servers) -> None:
+        answer, report = await drained(servers)
+        assert answer == WHOLE
+        assert [str(status) in each["reason"] for each in report["stayed"]] == [True]
+        assert not servers.other.bodies()
+
+    run(scenario, one, Decode())
+
+
+def test_stop_strings_within_an_event_that_reaches_min_tokens() -> None:
+    """Those that end before the answer has so many tokens do not end it."""
+    other = DecodeOfTokens(size=8, answer=[*range(3, 43)], stream=StreamOfLetters, text=text_of)
+    other.going.set()
+
+    async def scenario(servers: Servers) -> None:
+        answering = asyncio.create_task(servers.answer(stop=["g", "n"], min_tokens=5))
+        await until(lambda: bool(servers.one.bodies()))
+        await servers.drain(servers.one)
+        tokens, text, reason = await answering
+        assert (text, reason) == ("defghijklm", "stop")
+        assert tokens[:10] == list(range(3, 13))
+
+    run(scenario, Decode(), other)
 
 
 def test_an_answer_that_cannot_go_on_is_cut_off() -> None:
