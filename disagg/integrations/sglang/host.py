@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from disagg.core.errors import ConfigError
+from disagg.core.events import ReadyEvent
 from disagg.core.topology import Topology
 from disagg.integrations.adapters import Adapters
 from disagg.integrations.identity import has_windows
@@ -28,8 +31,9 @@ class Host:
     `from_leader` returns what rank 0 of the instance gives. `request` returns the request of a receiver, and `prompt` what
     shapes a request's state. `write_first_token(index, token, room)` gives decode's scheduler the first token of a request,
     without a log-probability. `check_metadata(index, room)` checks the rows that prefill has given. `check_scales` raises
-    `LocalProtocolError` if K and V have other scales than in the layouts. `unread` are addresses of metadata buffers that the
-    scheduler does not read.
+    `LocalProtocolError` if K and V have other scales than in the layouts. `launched` returns an event after what the GPU
+    computes now: it may still write pages that SGLang has freed, and that peers get next. `unread` are addresses of metadata
+    buffers that the scheduler does not read.
     """
 
     model: ModelId
@@ -41,6 +45,7 @@ class Host:
     write_first_token: Callable[[int, int, int], None]
     check_metadata: Callable[[int, int], None]
     check_scales: Callable[[], None]
+    launched: Callable[[], ReadyEvent | None]
     unread: frozenset[int] = frozenset()
 
 
@@ -104,6 +109,13 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     def check_metadata(index: int, room: int) -> None:
         payload.check_metadata(queue.metadata_buffers, index, room=room, vocabulary=config.vocab_size)
 
+    def launched() -> ReadyEvent | None:
+        if not (scheduler.enable_overlap or parallel.pp_size > 1) or torch.device(queue.token_to_kv_pool.device).type != "cuda":
+            return None  # each pass has ended when its results are looked at
+        event = torch.cuda.Event()
+        event.record(scheduler.forward_stream)
+        return event  # type: ignore[no-any-return]
+
     return Host(
         model=identify(
             source,
@@ -121,6 +133,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         write_first_token=write_first_token,
         check_metadata=check_metadata,
         check_scales=partial(check_scales, runner, layers, scales),
+        launched=launched,
         unread=frozenset(() if reads_hidden_states else (queue.metadata_buffers.output_hidden_states.data_ptr(),)),
     )
 

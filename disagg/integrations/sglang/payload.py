@@ -62,6 +62,10 @@ def write_first_token(rows: Any, index: int, token: int, *, room: int, vocabular
         getattr(rows, f"{name}_idx")[index] = token
     for draft in (rows.output_topk_p, rows.output_topk_index, rows.output_hidden_states):
         draft[index] = 0
+    mask = [getattr(rows, f"output_token_sampling_{name}", None) for name in ("mask_len", "mask_idx", "logprobs")]
+    for given in mask:
+        if given is not None:
+            given[index] = 0  # not known here
     seeds = getattr(rows, "output_dsa_topk_indices", None)  # SGLang 0.5.16 has none
     if seeds is not None:
         seeds[index] = -1  # SGLang's value for no seed

@@ -58,6 +58,8 @@ def register() -> None:
     control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
     dispatch = "sglang.srt.managers.data_parallel_controller.DataParallelController.follow_bootstrap_room_scheduler"
     HookRegistry.register(dispatch, _dispatch, HookType.AROUND)
+    stages = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin.process_decode_transfer_queue"
+    HookRegistry.register(stages, _pass_on_failures, HookType.AROUND)
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
 
@@ -131,10 +133,11 @@ def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
 
 
 def _dispatch(original: Callable[[Any, Any], None], controller: Any, request: Any) -> None:
-    """SGLang's choice of a data-parallel rank by the room of a request, which ends over one without a room. The first rank's
+    """SGLang's choice of a data-parallel rank by the room of a request, which ends over one that is no number. The first rank's
     scheduler refuses that, as it does with one rank.
     """
-    if _is_ours(controller.server_args) and request.bootstrap_room is None and request.routed_dp_rank is None:
+    has_room = isinstance(request.bootstrap_room, int)
+    if _is_ours(controller.server_args) and not has_room and request.routed_dp_rank is None:
         from sglang.srt.managers.io_struct import sock_send
 
         sock_send(controller.workers[0], request)
@@ -161,7 +164,7 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 
     if queue.transfer_backend.value == NAME:
-        from disagg.integrations.sglang.prompts import check_tokens, check_unmoved_room
+        from disagg.integrations.sglang.prompts import check_logprobs, check_tokens, check_unmoved_room
 
         try:
             if request.bootstrap_host != FAKE_BOOTSTRAP_HOST:
@@ -169,6 +172,7 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
             else:
                 check_unmoved_room(request)
             check_tokens(request, queue.scheduler.model_config.vocab_size)
+            check_logprobs(request, queue.metadata_buffers.output_top_logprobs_val.shape[1])
         except LocalProtocolError as error:
             prepare_abort(request, str(error), status_code=HTTPStatus.BAD_REQUEST)
             queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
@@ -202,12 +206,28 @@ def _send_cached(
 
     Of a draft model's keys the last page of a chunk is not owned, of recurrent state all since the last state that was kept.
     The last chunk is safe: SGLang caches nothing of the request until it has ended.
+
+    With several pipeline stages on a GPU the chunk may still be computed. SGLang waits only before it sends the last one.
     """
     is_ours = scheduler.disagg_prefill_bootstrap_queue.transfer_backend.value == NAME
     if is_ours and not (last_chunk or scheduler.tree_cache.disable or request.skip_radix_cache_insert):
         computed = min(request.extend_end, len(request.origin_input_ids)) if end_idx is None else end_idx
         end_idx = min(computed, request.kv.cache_protected_len)
+        manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
+        if manager.pp_size > 1:
+            request.disagg_kv_sender._early_send_wait_event = manager.host.launched()
     original(scheduler, request, last_chunk=last_chunk, end_idx=end_idx)
+
+
+def _pass_on_failures(original: Callable[[Any, Any], Any], scheduler: Any, rids: list[str] | None) -> list[str] | None:
+    """What SGLang's pipeline stages of decode tell the next one: which requests have ended. SGLang leaves out those that have
+    failed, whose pages the later stages would keep.
+    """
+    passed_on: list[str] | None = original(scheduler, rids)
+    if rids is None or scheduler.disagg_decode_prealloc_queue.transfer_backend.value != NAME:
+        return passed_on
+    waiting = {each.req.rid for each in scheduler.disagg_decode_transfer_queue.queue}
+    return [rid for rid in rids if rid not in waiting]
 
 
 def _prefetch(original: Callable[[Any], None], queue: Any) -> None:

@@ -93,6 +93,12 @@ def check_tokens(request: Any, vocabulary: int) -> None:
         raise LocalProtocolError(f"input_ids: expected 0 to {vocabulary - 1}, found {ids.min()} to {ids.max()}")
 
 
+def check_logprobs(request: Any, limit: int) -> None:
+    """Raise `LocalProtocolError` for more log-probabilities of each token than SGLang hands over: its scheduler would end."""
+    if request.return_logprob and request.logprob.top_logprobs_num > limit:
+        raise LocalProtocolError(f"top_logprobs_num: expected at most {limit}, found {request.logprob.top_logprobs_num}")
+
+
 def _rows_digest(rows: Any) -> str:
     """Of embeddings, as 32-bit floats; never the same twice for rows that are still in another process's GPU memory."""
     if not isinstance(rows, (torch.Tensor, list)):

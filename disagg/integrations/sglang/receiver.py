@@ -10,7 +10,7 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError
+from disagg.core.errors import DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.bootstrap import Prefill
 from disagg.integrations.sglang.manager import ENGINE, Owner
@@ -68,6 +68,8 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         self.aux_index, self.prompt = aux_index, mgr.host.prompt(mgr.host.request(self))
         kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, self.prompt.num_tokens
         try:
+            if prefix and (self.prompt.embeddings is not None or self.prompt.replaced is not None):
+                raise LocalProtocolError("expected no cached prefix for embeddings: SGLang has found that of the token ids")
             if mgr.locate(self) != self.prefill:
                 raise PeerUnreachable(f"prefill instance {self.prefill.name} was replaced while the request waited for pages")
             rows = full_pages(np.asarray(kv_indices), prefix, facts=mgr.facts)
@@ -80,6 +82,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
                 attempt=self.attempt,
                 rows=rows,
                 need=needs(rows, num_tokens=num_tokens, prefix=prefix, facts=mgr.facts),
+                ready=mgr.host.launched(),
                 deadline_s=None,
                 tag=weakref.ref(self),
                 label=f"room {self.bootstrap_room}",

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
@@ -78,7 +79,8 @@ class WorkerHalf:
         self._caches: tuple[Cache, ...] = ()
         self._leader: RankAddress | None = None
         self._is_cuda = False
-        self._clears_blocks = bool(getattr(kv, "needs_kv_cache_zeroing", False))
+        self._is_written = bool(getattr(kv, "needs_kv_cache_zeroing", False)) or _frees_early(config)
+        """Whether steps that were launched before a load may still write its blocks: vLLM clears some."""
         self._sends: dict[str, Send] = {}
         self._receives: dict[str, Receive] = {}
         self._results = TransferResults()
@@ -410,7 +412,7 @@ class WorkerHalf:
             **self._source(load.hand_off),
             rows=self._rows(load.blocks, start=0, incremental=None),
             need={cache.name: load.needs[cache.group.index] for cache in self._caches},
-            ready=_recorded_event() if self._is_cuda and self._clears_blocks else None,  # vLLM clears them on the stream
+            ready=_recorded_event() if self._is_cuda and self._is_written else None,
             deadline_s=self._options.max_hold_s if load.hand_off.remote_num_tokens is None else self._options.load_timeout_s,
             tag=weakref.ref(receive),
             label=load.req_id,
@@ -532,6 +534,14 @@ def _check_prompt(receive: Receive, event: Event) -> None:
     """
     payload = Payload.decode(event.payload)
     payload.check(payload.digest(receive.stop), receive.prompt)
+
+
+def _frees_early(config: VllmConfig) -> bool:
+    """Whether blocks of a request that has ended go to others before the step under way, which still writes them, has ended.
+    vLLM 0.32 keeps them until then; 0.23 does not.
+    """
+    overlaps = config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1
+    return bool(overlaps) and not hasattr(Scheduler, "_drain_deferred_frees")
 
 
 def _recorded_event() -> ReadyEvent:

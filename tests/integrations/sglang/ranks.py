@@ -100,7 +100,7 @@ class Started:
     sent_s: float = 0.0
 
 
-def _prompt(started: Started) -> Prompt:
+def prompt_of(started: Started) -> Prompt:
     return Prompt(token_ids=range(started.request.num_tokens), salt=started.salt)
 
 
@@ -119,6 +119,8 @@ class RankProcess:
         self.started: dict[int, Started] = {}
         self.releasing: dict[int, Started] = {}
         self.has_new_scales = False
+        self.running: HostEvent | None = None
+        """What a GPU computes: it may still write pages that the scheduler has freed."""
         _replace_context(topology, folder / role, bootstrap_port)
         mode = DisaggregationMode.PREFILL if role == "prefill" else DisaggregationMode.DECODE
         if role == "prefill" and topology.rank == 0:
@@ -135,10 +137,11 @@ class RankProcess:
             gather=stage.all_gather_object,
             from_leader=world.broadcast_object,
             request=lambda receiver: self.started[receiver.bootstrap_room],
-            prompt=_prompt,
+            prompt=prompt_of,
             write_first_token=self._write_first_token,
             check_metadata=self._check_metadata,
             check_scales=self._check_scales,
+            launched=lambda: self.running,
         )
         return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(), self.memory.model.heads is None)
 
@@ -166,6 +169,16 @@ class RankProcess:
     def load_scales(self) -> bool:
         """As if new weights had brought other scales of K and V."""
         self.has_new_scales = True
+        return True
+
+    def launch(self) -> bool:
+        """Let a step of the GPU run until `end_step`."""
+        self.running = HostEvent()
+        return True
+
+    def end_step(self) -> bool:
+        assert self.running is not None
+        self.running.has_passed = True
         return True
 
     def step(self, say: Callable[..., None]) -> None:
@@ -212,7 +225,7 @@ class RankProcess:
         """
         sender = self.sender(self.manager, self.bootstrap, room)
         started = Started(room, request, seed, salt, sender=sender, chunks=[*chunks, request.num_tokens], held=held)
-        sender.prompt = _prompt(started)
+        sender.prompt = prompt_of(started)
         started.event = HostEvent() if early else None
         self.started[room] = started
 

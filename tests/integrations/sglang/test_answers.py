@@ -72,6 +72,12 @@ CASES = {
         decode=("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-dp-lm-head", "--page-size", "64"),
         max_tokens=6,
     ),
+    "stages on both sides": Case(
+        model="qwen3",
+        prefill=("--tp", "2", "--page-size", "16", "--chunked-prefill-size", "128"),
+        decode=("--pp-size", "2", "--page-size", "64", "--max-total-tokens", "2048"),
+        max_tokens=6,
+    ),
 }
 
 
@@ -100,8 +106,8 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield Servers(case, prefill.wait_ready(timeout_s=600), decode.wait_ready(timeout_s=600), expected)
 
 
-def hand_over(servers: Servers, prompt: list[int]) -> Reply:
-    """Ask both servers at once, as SGLang's router does."""
+def hand_over(servers: Servers, prompt: list[int], *, prefilled: list[int] | None = None) -> Reply:
+    """Ask both servers at once, as SGLang's router does. `prefilled`: what prefill is asked, if it is something else."""
     where: dict[str, Any] = {
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": servers.prefill.bootstrap_port,
@@ -109,7 +115,7 @@ def hand_over(servers: Servers, prompt: list[int]) -> Reply:
         "max_tokens": servers.case.max_tokens,
     }
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(servers.prefill.complete, prompt, stream=False, **where)
+        asked = pool.submit(servers.prefill.complete, prefilled or prompt, stream=False, **where)
         found = servers.decode.complete(prompt, stream=False, **where)
         asked.result()
     return found
@@ -141,3 +147,13 @@ def test_answers_are_those_of_one_server(servers: Servers) -> None:
                 urllib.request.urlopen(asked, timeout=60)
         server.flush()  # refused with a request left; SGLang ends if its pools are not free
         server.wait_ready()
+
+
+def test_pages_of_requests_that_fail_are_free_on_all_ranks(servers: Servers) -> None:
+    """Together they need more pages than decode's pipeline stages have."""
+    one, other = prompts((300, 300), seed=52)
+    for _ in range(8):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            hand_over(servers, one, prefilled=other)
+        assert "expected the state of this request's prompt" in refused.value.read().decode()
+    assert hand_over(servers, PROMPTS[4]).tokens == servers.expected[4].tokens

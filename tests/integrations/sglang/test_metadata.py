@@ -107,6 +107,10 @@ def test_the_first_token_of_another_server() -> None:
         with pytest.raises(RemoteProtocolError, match=f"first_token: expected 0 to 7, found {token}"):
             write_first_token(rows, 2, token, room=9, vocabulary=8)
         assert not rows.bootstrap_room.any()
+    rows.output_token_sampling_mask_len, rows.output_token_sampling_mask_idx = torch.ones(4, 16), torch.ones(4, 8)
+    rows.output_token_sampling_logprobs = torch.ones(4, 8)
     write_first_token(rows, 2, 7, room=9, vocabulary=8)
     assert rows.output_ids[2, 0] == 7
+    assert not rows.output_token_sampling_mask_len[2].any()  # of an earlier request
+    assert not rows.output_token_sampling_logprobs[2].any()
     check_metadata(rows, 2, room=9, vocabulary=8)

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.managers import data_parallel_controller, io_struct
 from sglang.srt.managers.data_parallel_controller import DataParallelController
+from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import ConfigError
@@ -66,9 +67,9 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPat
     plugin.register()
 
 
-@pytest.mark.parametrize(("room", "worker"), [(None, 0), (7, 1), (8, 0)])
+@pytest.mark.parametrize(("room", "worker"), [(None, 0), ([7], 0), (7, 1), (8, 0)])
 def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
-    room: int | None, worker: int, monkeypatch: pytest.MonkeyPatch
+    room: Any, worker: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several data-parallel ranks. SGLang's own choice would end their controller."""
     plugin.register()
@@ -84,3 +85,47 @@ def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
     request = SimpleNamespace(bootstrap_room=room, routed_dp_rank=None)
     DataParallelController.follow_bootstrap_room_scheduler(controller, request)
     assert sent == [(controller.workers[worker], request)]
+
+
+def test_pipeline_stages_of_decode_hear_of_requests_that_have_failed() -> None:
+    """SGLang tells them of those that were received only."""
+    plugin.register()
+    HookRegistry.apply_hooks()
+    queue = [SimpleNamespace(req=SimpleNamespace(rid=rid)) for rid in ("received", "failed", "waiting")]
+
+    def pop_transferred(rids: list[str]) -> list[Any]:
+        assert rids == ["received", "failed", "waiting"]
+        popped = [queue.pop(0).req for _ in range(2)]
+        return popped[:1]
+
+    scheduler = SimpleNamespace(
+        disagg_decode_prealloc_queue=SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg")),
+        disagg_decode_transfer_queue=SimpleNamespace(
+            queue=queue, pop_transferred=pop_transferred, resolve_deferred_releases=lambda: None
+        ),
+        enable_hisparse=False,
+        waiting_queue=[],
+    )
+    tell = SchedulerPPMixin.process_decode_transfer_queue
+    assert tell(scheduler, ["received", "failed", "waiting"]) == ["received", "failed"]
+    assert [request.rid for request in scheduler.waiting_queue] == ["received"]
+    assert tell(scheduler, None) is None
+
+
+@pytest.mark.parametrize(("num_stages", "event"), [(1, None), (2, "after the step")])
+def test_chunks_of_a_pipeline_wait_for_the_step_that_computes_them(num_stages: int, event: str | None) -> None:
+    """SGLang sends them at once where it schedules without overlap."""
+    manager = SimpleNamespace(pp_size=num_stages, host=SimpleNamespace(launched=lambda: "after the step"))
+    queue = SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg"), kv_manager=manager)
+    scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=queue, tree_cache=SimpleNamespace(disable=False))
+    sender = SimpleNamespace(_early_send_wait_event=None)
+    request = SimpleNamespace(
+        extend_end=96,
+        origin_input_ids=range(200),
+        kv=SimpleNamespace(cache_protected_len=64),
+        skip_radix_cache_insert=False,
+        disagg_kv_sender=sender,
+    )
+    found: list[Any] = []
+    plugin._send_cached(lambda *_, end_idx, **__: found.append((end_idx, sender._early_send_wait_event)), scheduler, request)
+    assert found == [(64, event)]

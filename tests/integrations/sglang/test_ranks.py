@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from disagg.runtime.peer_processes import PeerProcesses
 from harness.ports import free_ports
 from tests.integrations.sglang.memory import Model
 from tests.integrations.sglang.pair import ROOMS, running
-from tests.integrations.sglang.ranks import HOST, Rank, RankProcess
+from tests.integrations.sglang.ranks import HOST, Rank, RankProcess, prompt_of
 from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
 from tests.support.inside import has_reports, in_control_thread
 from tests.support.tcp_proxy import proxies
@@ -204,6 +205,37 @@ def test_a_chunk_that_is_sent_early_is_read_when_its_event_has_passed(tmp_path: 
         pair.expect(room)
 
 
+def test_decode_reserves_pages_when_the_step_before_has_ended(tmp_path: Path) -> None:
+    """It may still write those of requests that have ended, and prefill writes as soon as it knows them."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        pair.expect(pair.begin(90))
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        decode.ask("launch")
+        room = pair.begin(300)
+        with pytest.raises(TimeoutError):
+            prefill.wait(room=room, status="reserved", timeout_s=1.0)
+        decode.ask("end_step")
+        pair.expect(room)
+
+
+class Embeds(RankProcess):
+    """A rank whose requests replace the embeddings of some tokens."""
+
+    def build(self, mode: DisaggregationMode) -> Any:
+        manager = super().build(mode)
+        given = SimpleNamespace(positions=[1], embeds=[[0.5]])
+        manager.host = replace(manager.host, prompt=lambda started: replace(prompt_of(started), replaced=given))
+        return manager
+
+
+def test_a_prefix_of_plain_tokens_is_not_that_of_embeddings(tmp_path: Path) -> None:
+    """SGLang's decode looks for the ids of the tokens only."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology(), kind=Embeds) as pair:
+        room = pair.begin(100, prefix=32)
+        assert "expected no cached prefix for embeddings" in pair.decode[0].wait(room=room, status="failed")["reason"]
+        pair.prefill[0].wait(room=room, status="failed")
+
+
 class FreesPages(RankProcess):
     """A rank whose control thread is busy while another rank of its server fails a request."""
 
@@ -283,6 +315,7 @@ def test_aborts_and_a_room_that_comes_back(tmp_path: Path) -> None:
         pair.begin(100, room=room, held=True)
         for rank in pair.prefill:
             rank.wait(room=room, status="reserved")
+        for rank in pair.prefill:
             rank.call("abort", room)
         ends = pair.expect(room, status="failed")
         assert "prefill's scheduler" in ends[-1]["reason"]

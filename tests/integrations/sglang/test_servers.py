@@ -220,7 +220,7 @@ def test_a_bootstrap_server_that_takes_longer_than_a_step_waits(servers: Servers
         check([route(servers, next(ROOMS), PROMPTS[2], bootstrap_port=port)], [servers.expected[2]])
 
 
-def test_rooms_and_hosts_over_which_a_scheduler_would_end(servers: Servers) -> None:
+def test_fields_over_which_a_scheduler_would_end(servers: Servers) -> None:
     rooms: tuple[object, ...] = (0, -1, 2**63, 2**64 + 5, [7])
     asked: list[tuple[Server, dict[str, object]]] = [
         (server, {"bootstrap_room": room}) for server in (servers.prefill, servers.decode) for room in rooms
@@ -229,10 +229,11 @@ def test_rooms_and_hosts_over_which_a_scheduler_would_end(servers: Servers) -> N
     asked += [(servers.decode, {"bootstrap_port": port}) for port in (0, 1 << 16, [7])]
     fake = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 2**63}  # SGLang's host of requests whose state is not moved
     asked += [(server, dict(fake)) for server in (servers.prefill, servers.decode)]
+    asked += [(server, {"logprobs": 129}) for server in (servers.prefill, servers.decode)]
     for server, field in asked:
         with pytest.raises(urllib.error.HTTPError, match="400") as refused:
             server.complete(PROMPTS[0], stream=False, **{**where(servers, next(ROOMS)), **field})
-        assert re.search("bootstrap_(room|host|port)", refused.value.read().decode())
+        assert re.search("bootstrap_(room|host|port)|top_logprobs_num", refused.value.read().decode())
     check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
     check_free(servers)
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -40,6 +41,7 @@ from disagg.integrations.vllm.metadata import Chunk, Finish, Load, RankAddress, 
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.integrations.vllm.scheduler import SchedulerHalf
+from disagg.integrations.vllm.worker import _frees_early
 
 BLOCK = 32
 NUMBERS = itertools.count()
@@ -556,3 +558,17 @@ def test_what_is_sent_is_of_the_tokens_that_the_handover_says(server: Start, mix
             prefill.step(finished_sending={request.request_id})
     assert num_found > 0
     prefill.check_empty()
+
+
+@pytest.mark.parametrize(("is_async", "num_stages"), [(True, 1), (False, 2), (False, 1)])
+def test_versions_that_give_blocks_away_before_a_step_has_written_them(
+    is_async: bool, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads wait for that step there."""
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
+    )
+    assert not _frees_early(config)
+    monkeypatch.delattr(Scheduler, "_drain_deferred_frees")
+    assert _frees_early(config) is (is_async or num_stages > 1)
