@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import tempfile
 import time
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 from tokenizers import Tokenizer
@@ -237,6 +239,7 @@ LETTERS = sorted(range(65, 91))
 NUM_STREAMED = 1000
 """So many that an answer has not ended when it is to move."""
 
+P = ParamSpec("P")
 Servers = tuple[Server, Server, Server]
 """Two decode servers, and a proxy."""
 
@@ -283,6 +286,25 @@ def events_of(answer: Any) -> Iterator[dict[str, Any]]:
     assert last == "data: [DONE]"
 
 
+class TooLateError(AssertionError):
+    """An answer has ended before it was to move. Servers that spin may keep other processes of a small machine from running for
+    seconds, such as the proxy.
+    """
+
+
+def again_if_late(test: Callable[P, None]) -> Callable[P, None]:
+    """Run a test again whose answer has ended too early, at most four times."""
+
+    @functools.wraps(test)
+    def run(*given: P.args, **named: P.kwargs) -> None:
+        for _ in range(4):
+            with contextlib.suppress(TooLateError):
+                return test(*given, **named)
+        return test(*given, **named)
+
+    return run
+
+
 def moved(servers: Servers, path: str, body: dict[str, Any], *, after: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
     """The events of an answer that begins at the first server and leaves the one that it is at after so many tokens each time,
     or events, if they do not name their tokens: a busy server puts many into one. Also the number of tokens that it had then.
@@ -301,7 +323,10 @@ def moved(servers: Servers, path: str, body: dict[str, Any], *, after: Sequence[
             report = drain(proxy, source)
             drain(proxy, source, undo=True)
             assert (report["empty"], report["stayed"]) == (True, []), proxy.log()
-            assert [each["id"] for each in report["moved"]] == [found[0]["id"]]
+            if not report["moved"]:
+                found += events
+                raise TooLateError(proxy.log())
+            assert [each["id"] for each in report["moved"]] == [found[0]["id"]], proxy.log()
             seams += [each["tokens"] for each in report["moved"]]
         found += events
     return found, seams
@@ -359,6 +384,7 @@ def check_streams(expected: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", STREAMS)
+@again_if_late
 def test_streams_go_on(servers: Servers, name: str) -> None:
     """The client sees one stream, as of one server. Each server computes no token that another one has computed."""
     one, other, _ = servers
@@ -389,6 +415,7 @@ STOPS: dict[str, tuple[list[slice], dict[str, Any]]] = {
     "path", ["/v1/completions", pytest.param("/v1/chat/completions", marks=pytest.mark.nightly)], ids=["completion", "chat"]
 )
 @pytest.mark.parametrize("name", STOPS)
+@again_if_late
 def test_stop_strings(servers: Servers, name: str, path: str) -> None:
     """They begin before a move and end after it, or come later."""
     one, other, _ = servers
@@ -406,6 +433,7 @@ def test_stop_strings(servers: Servers, name: str, path: str) -> None:
     wait_unused(one, other, timeout_s=60)
 
 
+@again_if_late
 def test_characters_of_several_tokens(servers: Servers) -> None:
     """An answer of random bytes moves at any of them. Its text is that of its tokens, as vLLM reads them one by one."""
     one, other, _ = servers
@@ -455,6 +483,7 @@ def test_answers_that_stay(servers: Servers, name: str) -> None:
     wait_unused(one, other, timeout_s=60)
 
 
+@again_if_late
 def test_next_turns_after_a_move(all_servers: tuple[Servers, Server]) -> None:
     """Prefill takes what the server keeps at which the answer has ended."""
     (one, other, _), proxy = all_servers
