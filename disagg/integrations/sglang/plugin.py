@@ -58,8 +58,9 @@ def register() -> None:
     control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
     dispatch = "sglang.srt.managers.data_parallel_controller.DataParallelController.follow_bootstrap_room_scheduler"
     HookRegistry.register(dispatch, _dispatch, HookType.AROUND)
-    stages = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin.process_decode_transfer_queue"
-    HookRegistry.register(stages, _pass_on_failures, HookType.AROUND)
+    stages = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
+    HookRegistry.register(f"{stages}._pp_pd_get_decode_transferred_ids", _ended_ids, HookType.AROUND)
+    HookRegistry.register(f"{stages}.process_decode_transfer_queue", _release, HookType.AROUND)
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
 
@@ -219,15 +220,22 @@ def _send_cached(
     original(scheduler, request, last_chunk=last_chunk, end_idx=end_idx)
 
 
-def _pass_on_failures(original: Callable[[Any, Any], Any], scheduler: Any, rids: list[str] | None) -> list[str] | None:
-    """What SGLang's pipeline stages of decode tell the next one: which requests have ended. SGLang leaves out those that have
-    failed, whose pages the later stages would keep.
-    """
-    passed_on: list[str] | None = original(scheduler, rids)
-    if rids is None or scheduler.disagg_decode_prealloc_queue.transfer_backend.value != NAME:
-        return passed_on
-    waiting = {each.req.rid for each in scheduler.disagg_decode_transfer_queue.queue}
-    return [rid for rid in rids if rid not in waiting]
+def _ended_ids(original: Callable[[Any], Any], scheduler: Any) -> Any:
+    """Which transfers have ended on decode's pipeline stages so far."""
+    if scheduler.disagg_decode_prealloc_queue.transfer_backend.value != NAME:
+        return original(scheduler)
+    from disagg.integrations.sglang.stages import ended_ids
+
+    return ended_ids(scheduler)
+
+
+def _release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Any) -> Any:
+    """What each stage does once it knows that."""
+    if scheduler.disagg_decode_prealloc_queue.transfer_backend.value != NAME:
+        return original(scheduler, ids)
+    from disagg.integrations.sglang.stages import release
+
+    return release(original, scheduler, ids)
 
 
 def _prefetch(original: Callable[[Any], None], queue: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import sglang
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
 from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.managers import data_parallel_controller, io_struct
 from sglang.srt.managers.data_parallel_controller import DataParallelController
@@ -87,29 +88,72 @@ def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
     assert sent == [(controller.workers[worker], request)]
 
 
-def test_pipeline_stages_of_decode_hear_of_requests_that_have_failed() -> None:
-    """SGLang tells them of those that were received only."""
+class Stage:
+    """One of decode's pipeline stages, with requests that have ended there in these ways. It has SGLang's own methods."""
+
+    pp_recv: Any
+
+    def __init__(self, *, is_first: bool, **polls: KVPoll) -> None:
+        self.failures: dict[str, str] = {}
+        manager = SimpleNamespace(fail=self.failures.__setitem__)
+        queue = [
+            SimpleNamespace(
+                req=SimpleNamespace(rid=rid, bootstrap_room=rid),
+                kv_receiver=SimpleNamespace(conclude_state=poll, kv_mgr=manager),
+            )
+            for rid, poll in polls.items()
+        ]
+        self.pp_group = SimpleNamespace(is_first_rank=is_first)
+        self.disagg_decode_prealloc_queue = SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg"))
+        self.disagg_decode_transfer_queue = SimpleNamespace(
+            queue=queue, pop_transferred=self.pop_transferred, resolve_deferred_releases=lambda: None
+        )
+        self.enable_hisparse, self.waiting_queue = False, []  # type: ignore[var-annotated]
+
+    def get_rids(self, queue: list[Any], _: bool, *groups: list[KVPoll]) -> tuple[list[str], ...]:
+        return tuple([each.req.rid for each in queue if each.kv_receiver.conclude_state in group] for group in groups)
+
+    def _pp_recv_pyobj_from_prev_stage(self) -> Any:
+        return self.pp_recv
+
+    def pop_transferred(self, rids: list[str]) -> list[Any]:
+        queue = self.disagg_decode_transfer_queue.queue
+        popped = [each for each in queue if each.req.rid in rids and each.kv_receiver.conclude_state != KVPoll.Transferring]
+        queue[:] = [each for each in queue if each not in popped]
+        return [each.req for each in popped if each.kv_receiver.conclude_state == KVPoll.Success]
+
+    def ended(self, *, before: Any = None) -> Any:
+        self.pp_recv = before
+        return SchedulerPPMixin._pp_pd_get_decode_transferred_ids(self)
+
+    def release(self, ids: Any) -> Any:
+        return SchedulerPPMixin.process_decode_transfer_queue(self, ids)
+
+    @property
+    def left(self) -> tuple[list[str], list[str]]:
+        """The requests that it waits for, and those that it runs."""
+        waiting = self.disagg_decode_transfer_queue.queue
+        return [each.req.rid for each in waiting], [request.rid for request in self.waiting_queue]
+
+
+def test_pipeline_stages_of_decode_agree_on_how_transfers_have_ended() -> None:
+    """What has failed on one of them fails on all, and none keeps it."""
     plugin.register()
     HookRegistry.apply_hooks()
-    queue = [SimpleNamespace(req=SimpleNamespace(rid=rid)) for rid in ("received", "failed", "waiting")]
-
-    def pop_transferred(rids: list[str]) -> list[Any]:
-        assert rids == ["received", "failed", "waiting"]
-        popped = [queue.pop(0).req for _ in range(2)]
-        return popped[:1]
-
-    scheduler = SimpleNamespace(
-        disagg_decode_prealloc_queue=SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg")),
-        disagg_decode_transfer_queue=SimpleNamespace(
-            queue=queue, pop_transferred=pop_transferred, resolve_deferred_releases=lambda: None
-        ),
-        enable_hisparse=False,
-        waiting_queue=[],
-    )
-    tell = SchedulerPPMixin.process_decode_transfer_queue
-    assert tell(scheduler, ["received", "failed", "waiting"]) == ["received", "failed"]
-    assert [request.rid for request in scheduler.waiting_queue] == ["received"]
-    assert tell(scheduler, None) is None
+    ok, failed, waits = KVPoll.Success, KVPoll.Failed, KVPoll.Transferring
+    stages = [
+        Stage(is_first=True, all_ok=ok, all_failed=failed, first=failed, second=ok, third=ok, late=ok),
+        Stage(is_first=False, all_ok=ok, all_failed=failed, first=ok, second=failed, third=ok, late=waits),
+        Stage(is_first=False, all_ok=ok, all_failed=failed, first=ok, second=ok, third=failed, late=ok),
+    ]
+    ids = None
+    for stage in stages:
+        ids = stage.ended(before=ids)
+    for stage in stages:
+        assert stage.release(None) is None
+        ids = stage.release(ids)
+        assert stage.left == (["late"], ["all_ok"])
+    assert [sorted(stage.failures) for stage in stages] == [["second", "third"], ["first", "third"], ["first", "second"]]
 
 
 @pytest.mark.parametrize(("num_stages", "event"), [(1, None), (2, "after the step")])
