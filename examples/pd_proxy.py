@@ -885,32 +885,30 @@ class Answer:
         count = self._body.get("min_tokens") or 0
         if not self._body.get("stop") or not len(self.tokens) - num_tokens < count < len(self.tokens):
             return 0
-        model, tokens = self._body.get("model"), self._prompt + self.tokens
-        whole = await self._client.text(self.server, self.headers, model, tokens)
-        early = await self._client.text(self.server, self.headers, model, self._prompt + self.tokens[:count])
+        whole = await self._text_of(self.server, len(self.tokens))
+        early = await self._text_of(self.server, count)
         return max(0, len(text) - (len(whole) - len(early.rstrip(INCOMPLETE))))
 
+    async def _text_of(self, server: Server, num_tokens: int) -> str:
+        """The text of the prompt and the first tokens of the answer, with special tokens, which the client does not get."""
+        tokens = self._prompt + self.tokens[:num_tokens]
+        return await self._client.text(server, self.headers, self._body.get("model"), tokens)
+
+    async def _complete_text(self, server: Server) -> tuple[str, bool]:
+        """The text of the prompt and the answer up to the last token at which a character is complete; whether more follow."""
+        count = len(self.tokens)
+        while (text := await self._text_of(server, count)).endswith(INCOMPLETE) and count:
+            count -= 1
+        return text, count < len(self.tokens)
+
     async def _text_before(self, server: Server) -> tuple[str, bool] | None:
-        """The text of the prompt and the answer up to the last character that is complete, and whether it is known that another
-        one has begun; `None` if all of the text was sent. The client gets no special tokens, whose text is in it.
-        """
+        """The `_complete_text`; `None` if all of the text was sent."""
         if self._is_whole:
             return None
-        text = await self._complete_text(server, num_left=0)
+        text, is_cut = await self._complete_text(server)
         _, incomplete, tail = text[-SEAM:].rpartition(INCOMPLETE)
-        if not incomplete or (tail and self._text.endswith(tail)):
-            return None
-        return text if tail else await self._complete_text(server, num_left=len(self.tokens)), not tail
-
-    async def _complete_text(self, server: Server, *, num_left: int) -> str:
-        """The text of the prompt and the answer, without so many of its tokens at most at which no character is complete."""
-        count = len(self.tokens)
-        while True:
-            asked = self._prompt + self.tokens[:count]
-            text = await self._client.text(server, self.headers, self._body.get("model"), asked)
-            if not text.endswith(INCOMPLETE) or count == len(self.tokens) - num_left:
-                return text
-            count -= 1
+        is_sent = not is_cut and (not incomplete or self._text.endswith(tail))
+        return None if is_sent else (text, is_cut)
 
     async def _new(self, text: str, *, is_end: bool) -> str:
         """What the client gets of `text`, as the server gives it. After an incomplete character that is all of the prompt's and
@@ -920,14 +918,14 @@ class Answer:
         if self._seam is None or not (text or is_end):
             return text
         (known, is_cut), self._seam = self._seam, None
-        whole = await self._complete_text(self.server, num_left=len(self.tokens))
+        whole, _ = await self._complete_text(self.server)
         sent, new = self._text[-SEAM:], whole[len(known) :] if whole.startswith(known) else ""
         if is_cut and new.endswith(text) and (text or INCOMPLETE not in new):
             return new
         if not text or (not is_cut and sent and sent not in text and len(text) <= len(new)):
             return text
         if new and text.endswith(new):
-            before = text.removesuffix(new).rstrip(INCOMPLETE)  # what was sent ends with a whole character
+            before = text.removesuffix(new).rstrip(INCOMPLETE)  # the text already sent never ends within a character
             if not before or before.endswith(sent):
                 return text[len(before) :]
         starts = range(max(1, len(text) - len(whole) + len(known)), len(text) + 1)  # special tokens are in `whole` only
