@@ -48,7 +48,7 @@ def by_bytes(*pieces: bytes) -> tuple[Tokenizer, dict[bytes, int]]:
 
 
 def with_byte_fallback() -> tuple[Tokenizer, dict[bytes, int]]:
-    """One as Llama 2 has it: with bytes for what is not in its vocabulary."""
+    """A tokenizer like that of Llama 2, which spells in bytes what its vocabulary lacks. Also its tokens."""
     characters = ["\u2581", "a", "b", "\u00e9"]
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -652,14 +652,18 @@ def test_stop_strings_within_an_event_that_reaches_min_tokens() -> None:
     run(scenario, Decode(), other)
 
 
-def test_an_answer_that_cannot_go_on_is_cut_off() -> None:
+@pytest.mark.parametrize("case", ["no word of the stop", "another text"])
+def test_an_answer_that_cannot_go_on_is_cut_off(case: str) -> None:
     """The client does not take it for a whole one."""
 
     async def scenario(servers: Servers) -> None:
         with pytest.raises(ClientError):
             await drained(servers)
 
-    run(scenario, Decode(told=500), Decode())
+    if case == "another text":
+        run(scenario, Decode(text=lambda tokens: f"x{len(tokens)}\ufffd"), Decode(text=lambda tokens: f"x{len(tokens)}\ufffd"))
+    else:
+        run(scenario, Decode(told=500), Decode())
 
 
 def test_a_drained_server_gets_nothing() -> None:

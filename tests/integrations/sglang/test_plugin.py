@@ -137,7 +137,7 @@ class Stage:
 
 
 def test_pipeline_stages_of_decode_agree_on_how_transfers_have_ended() -> None:
-    """What has failed on one of them fails on all, and none keeps it."""
+    """A transfer that fails on one stage fails on all of them, and no stage keeps the request."""
     plugin.register()
     HookRegistry.apply_hooks()
     ok, failed, waits = KVPoll.Success, KVPoll.Failed, KVPoll.Transferring

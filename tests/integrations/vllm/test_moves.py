@@ -366,10 +366,10 @@ USAGE = {"stream_options": {"include_usage": True}}
 EACH = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 STREAMS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "completion": ("/v1/completions", {**COMPLETION, "return_token_ids": True, "logprobs": 2, **USAGE}, (20, 60, 90)),
-    "letters": ("/v1/completions", {**COMPLETION, "allowed_token_ids": LETTERS, "logprobs": 0, **EACH}, (2, 20)),
+    "letters": ("/v1/completions", {**COMPLETION, "allowed_token_ids": LETTERS, "logprobs": 0, **EACH}, (2, 60)),
     "early": ("/v1/completions", {**COMPLETION, "allowed_token_ids": LETTERS, "seed": 7, "min_tokens": 90}, (1,)),
     "chat": ("/v1/chat/completions", {**CHAT, "allowed_token_ids": LETTERS, "return_token_ids": True, **USAGE}, (30, 60)),
-    "chat, each count": ("/v1/chat/completions", {**CHAT, **EACH}, (20,)),
+    "chat, each count": ("/v1/chat/completions", {**CHAT, **EACH}, (40,)),
 }
 
 
@@ -510,7 +510,7 @@ def test_many_answers_leave_a_server(servers: Servers) -> None:
     expected = [one.complete(prompt, max_tokens=num_tokens) for prompt in asked]
     with ThreadPoolExecutor(len(asked)) as pool:
         answering = [pool.submit(proxy.complete, prompt, max_tokens=num_tokens) for prompt in asked]
-        wait_until(lambda: one.metric("vllm:num_requests_running") >= 1)
+        wait_until(lambda: one.metric("vllm:num_requests_running") >= 3)
         report = drain(proxy, one)
         assert report["empty"] is True
         assert {each["reason"] for each in report["stayed"]} <= {"it has ended"}

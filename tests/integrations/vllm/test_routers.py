@@ -6,7 +6,6 @@ That is decode, asked without a router. Prefill and decode have other block size
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ import pytest
 
 from harness.ports import free_ports
 from harness.servers import Server
-from tests.integrations.vllm.requests import USED, leave, prompts, wait_unused
+from tests.integrations.vllm.requests import leave, prompts, wait_unused
 from tests.integrations.vllm.routers import (
     CHAT,
     COMPLETIONS,
@@ -366,20 +365,10 @@ def test_nothing_has_failed_or_is_kept(servers: Servers) -> None:
     wait_unused(servers.prefill, servers.decode)
 
 
-SHARE = 0.112
-"""Of prefill's blocks that a prompt of 1,200 tokens has."""
-
-
 def test_clients_leave(servers: Servers, vllm_router: dict[str, Direct]) -> None:
-    """Clients of 48 requests leave at any moment. Blocks are held only of one that leaves when prefill has answered and before
-    the router asks decode: it tells neither.
-    """
+    """Clients of 24 requests leave at any moment. No block is held for these."""
     for router in vllm_router.values():
         for number, prompt in enumerate(prompts([1200] * 24, seed=55)):
             asked = {"model": "model", "prompt": prompt, "max_tokens": 300, "stream": number % 2 == 0}
             leave(router.port, asked, after_s=(number // 2) ** 2 / 72)
-    wait_unused(servers.decode)
-    until = time.monotonic() + 30
-    while (held := servers.prefill.metric(USED)) > 2 * SHARE:
-        assert time.monotonic() < until, (held, servers.prefill.log())
-        time.sleep(0.2)
+    wait_unused(servers.prefill, servers.decode)

@@ -113,12 +113,13 @@ def test_a_conversation_whose_state_comes_back(servers: tuple[Server, Server, Se
             )
             body = {**common, "messages": messages, "allowed_token_ids": letters}
             whole = json.load(post(decode, "/v1/chat/completions", {**body, "stream": False, "cache_salt": "alone"}))
-            before_turn, num_known = prefill.metric(loaded), max(0, len(before) - 1)
+            moved, before_turn, num_known = prefill.num_moved(), prefill.metric(loaded), max(0, len(before) - 1)
             text, tokens = generated(post(proxy, "/v1/chat/completions", body), stream=stream)
             assert (text, tokens) == (whole["choices"][0]["message"]["content"], whole["choices"][0]["token_ids"])
             prompt = whole["prompt_token_ids"]
             assert prompt[: len(before)] == before
             assert prefill.metric_from(loaded, before_turn + num_known) == before_turn + num_known, f"turn {number + 1}"
+            assert prefill.num_moved() - moved in (num_known, 0), f"turn {number + 1}"
             before = prompt + tokens
             messages.append({"role": "assistant", "content": text})
     assert prefill.metric("vllm:disagg_failed_loads_total") == 0, prefill.log()
