@@ -265,7 +265,7 @@ class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
 
 
 class Drained(RequestMessage, frozen=True, tag="drained", kw_only=True):
-    """The writer's proof that no write of this attempt can land any more, and why it ended the attempt."""
+    """The writer's proof that no write of this attempt can land in rows any more, and why it ended the attempt."""
 
     reason: Reason = ""
 

@@ -42,6 +42,7 @@ class ActiveJob:
         self._report = report
         self._reports = reports
         self._posted = False
+        self._told_unsettled = self._told_end = False
         self._direct: Transfer | None = None
         self._packed: PackedWrite | None = None
         if bound.stream is not None:
@@ -128,41 +129,55 @@ class ActiveJob:
         return self._report.error != ""
 
     def _poll(self) -> int:
-        """Take what has settled; report the end of the job once nothing is left. Returns how much has settled."""
+        """Take what has settled; report the end of the job once nothing is left, or it has failed and nothing reads its rows.
+        Returns how much has settled.
+        """
         if not self.in_flight():
             return 0
         settled = 0
-        if self._direct is not None and self._poll_transfer(self._direct):
+        if self._direct is not None and self._poll_transfer(self._direct).settled:
             self._direct = None
             settled += 1
         if self._packed is not None:
             settled += self._packed.poll(self._poll_transfer)
-        if not self.in_flight() and self._has_packed:
+        if self._reads_rows():
+            self._report_unsettled()
+        elif self._has_packed and (self._report.error or not self.in_flight()):
             self._end()
         return settled
 
-    def _poll_transfer(self, transfer: Transfer) -> bool:
-        """Whether a transfer has settled; its error becomes the job's. An engine that raises does not say that it has."""
+    def _reads_rows(self) -> bool:
+        """Whether the engine or a packer may still read the rows."""
+        return self._direct is not None or (self._packed is not None and self._packed.reads_rows())
+
+    def _report_unsettled(self) -> None:
+        """Report once if the engine does not know whether it still reads the rows."""
+        if self.is_unsettled and not self._told_unsettled:
+            self._told_unsettled = True
+            self._reports.append(Settled(ticket=self.job.ticket, error=self._report.error, unsettled=True))
+
+    def _poll_transfer(self, transfer: Transfer) -> TransferStatus:
+        """The status of a transfer; its error becomes the job's. An engine that raises does not know how it ends."""
         try:
             status, error = transfer.poll(), transfer.error
         except Exception as raised:  # noqa: BLE001 (of an engine that breaks its contract: other jobs go on)
             status, error = TransferStatus.UNSETTLED, f"{type(raised).__name__}: {raised}"
-        if status is TransferStatus.PENDING:
-            return False
-        if status is not TransferStatus.DONE:
+        if status in (TransferStatus.FAILED, TransferStatus.UNSETTLED):
             self._report.error = self._report.error or error or "the transfer failed"
         if status is TransferStatus.UNSETTLED:
-            if not self.is_unsettled:
-                self.is_unsettled = True
-                self._reports.append(Settled(ticket=self.job.ticket, error=self._report.error, unsettled=True))
-            return False
-        try:
-            transfer.close()
-        except Exception:
-            logger.exception("a settled transfer could not be closed")
-        return True
+            self.is_unsettled = True
+        elif status.settled:
+            try:
+                transfer.close()
+            except Exception:
+                logger.exception("a settled transfer could not be closed")
+        return status
 
     def _end(self) -> None:
+        """Report the end, once."""
+        if self._told_end:
+            return
+        self._told_end = True
         phases = self._report.phases
         phases.wire_s = max(0.0, time.perf_counter() - self.started_at - phases.pack_s - phases.post_s)
         self._report.ended_at = time.monotonic()

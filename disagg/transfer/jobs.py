@@ -110,9 +110,9 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, kw_only=True):
-    """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. `unreachable` is the
-    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through slots. It ended at `ended_at` by
-    `time.monotonic`, after its `phases`.
+    """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. Slots of a job that has
+    failed may still be written, not rows. `unreachable` is the peer if the engine takes nothing more for it. Of `nbytes`,
+    `packed` bytes went through slots. It ended at `ended_at` by `time.monotonic`, after its `phases`.
     """
 
     ticket: Hashable

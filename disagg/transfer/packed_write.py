@@ -15,13 +15,15 @@ from disagg.transfer.staging import Loans, SlotPool
 CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
 """A packed write that takes longer has a spare take the place of its staging buffer, so that one slow peer does not hold up
-the others."""
+the others. If its job was cancelled, the job ends.
+"""
 
 
 @dataclass
 class _SlotWrite:
     """A packed write under way into one slot of the peer's, at `remote`. `local` is the staging buffer, or `None` if the engine
-    gathers the pieces itself. `packing` runs first, if packing is asynchronous, then `transfer`.
+    gathers the pieces itself, or the buffer was given back before the write has settled. `packing` runs first, if packing is
+    asynchronous, then `transfer`.
     """
 
     local: int | None
@@ -36,7 +38,8 @@ class _SlotWrite:
 class PackedWrite:
     """Packs a job's stream into staging buffers, writes them into slots that the peer has lent, and reports these as filled.
 
-    Once the job's `report` has an error, nothing more is packed. The job says once that it wants more slots than it finds.
+    Once the job's `report` has an error, nothing more is packed or reported, and buffers are given back at once: slots that the
+    engine still writes from them are never unpacked. The job says once that it wants more slots than it finds.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class PackedWrite:
         self._job = job
         self._bound = bound
         self._stream = bound.stream
+        self._gathers_here = bound.gathered is None
         self._backend = backend
         self._loans = loans
         self._slots = slots
@@ -74,6 +78,10 @@ class PackedWrite:
 
     def in_flight(self) -> bool:
         return bool(self._writes)
+
+    def reads_rows(self) -> bool:
+        """Whether rows may still be read: by a packer, or by the engine if it gathers the pieces itself."""
+        return any(write.packing is not None or not self._gathers_here for write in self._writes)
 
     @property
     def under_way(self) -> list[PendingWork | Transfer | None]:
@@ -104,13 +112,13 @@ class PackedWrite:
             self._report.error = self._report.error or CANCELLED
         if self.is_complete:
             return False
-        gathers_here = self._bound.gathered is None
-        local = self._slots.take() if gathers_here else None
-        if local is None and gathers_here:
+        local = self._slots.take() if self._gathers_here else None
+        if local is None and self._gathers_here:
             return False
         loan = self._loans.take()
         if loan is None:
-            self._give_back(local)
+            if local is not None:
+                self._slots.give_back(local)
             return False
         self._demand = (self._demand or 0) - 1
         number, remote = loan
@@ -155,10 +163,11 @@ class PackedWrite:
         self._report.count_post(time.perf_counter() - started, filled.nbytes)
         return transfer
 
-    def poll(self, poll_transfer: Callable[[Transfer], bool]) -> int:
+    def poll(self, poll_transfer: Callable[[Transfer], TransferStatus]) -> int:
         """Advance every slot, and report filled ones once there are enough. Returns how many settled.
 
-        `poll_transfer` returns whether a transfer has settled, and records its error in the report.
+        `poll_transfer` returns the status of a transfer, and records its error in the report. Of a write of which the engine
+        does not know how it ends nothing is kept but the loan: the slot may still be written.
         """
         writes, self._writes, settled = self._writes, [], 0
         packing = False
@@ -168,17 +177,29 @@ class PackedWrite:
                 self._writes.append(write)
             elif write.transfer is None:
                 settled += 1
-            elif not poll_transfer(write.transfer):
-                if write.local is not None and not write.replaced and time.perf_counter() - write.started_at > SLOW_SLOT_S:
-                    write.replaced = self._slots.replace()
-                self._writes.append(write)
-            else:
-                self._settle(write, write.transfer)
+            elif (status := poll_transfer(write.transfer)).settled:
+                self._settle(write, status)
                 settled += 1
+            elif status is TransferStatus.UNSETTLED and self._gathers_here:
+                self._give_back(write)
+                settled += 1
+            else:
+                self._keep(write)
         if self._filled and (not self._writes or self._report.error or len(self._filled) >= self._slots.batch):
             self._reports += self._filled
             self._filled.clear()
         return settled
+
+    def _keep(self, write: _SlotWrite) -> None:
+        """The engine goes on with a slot."""
+        self._writes.append(write)
+        if self._report.error:
+            self._give_back(write)
+        elif not write.replaced and time.perf_counter() - write.started_at > SLOW_SLOT_S:
+            if self._job.cancelled():
+                self._report.error = CANCELLED
+            elif write.local is not None:
+                write.replaced = self._slots.replace()
 
     def _finish_packing(self, write: _SlotWrite) -> bool:
         """Whether packing has ended. The slot is then posted, or dropped if nothing more is to be posted."""
@@ -198,10 +219,10 @@ class PackedWrite:
             self._drop(write, error)
         return True
 
-    def _settle(self, write: _SlotWrite, transfer: Transfer) -> None:
+    def _settle(self, write: _SlotWrite, status: TransferStatus) -> None:
         """The engine has finished with a slot. If it was written, it will be reported as filled."""
-        if transfer.poll() is TransferStatus.DONE:
-            self._give_back(write.local, replaced=write.replaced)
+        if status is TransferStatus.DONE and not self._report.error:
+            self._give_back(write)
             self._filled.append(write.filled)
         else:
             self._drop(write)
@@ -210,9 +231,10 @@ class PackedWrite:
         """Free the buffer and the loan: nothing is written any more."""
         if error is not None:
             self._report.fail(error, self._job.peer)
-        self._give_back(write.local, replaced=write.replaced)
+        self._give_back(write)
         self._loans.put_back(write.filled.loan, write.remote)
 
-    def _give_back(self, local: int | None, *, replaced: bool = False) -> None:
-        if local is not None:
-            self._slots.give_back(local, replaced=replaced)
+    def _give_back(self, write: _SlotWrite) -> None:
+        if write.local is not None:
+            self._slots.give_back(write.local, replaced=write.replaced)
+            write.local = None

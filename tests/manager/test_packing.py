@@ -21,25 +21,29 @@ from disagg.testing.reference import PageList
 from disagg.transfer import unpacking
 from disagg.transfer.jobs import Unpack
 from disagg.transfer.staging import LentSlots
+from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
 from tests.support.inside import skip_loans
 
 
 class Stuck(LocalTransfer):
-    """A write that stays pending."""
+    """A write that does not settle."""
+
+    status = TransferStatus.PENDING
 
     def poll(self) -> TransferStatus:
-        return TransferStatus.PENDING
+        return self.status
 
 
 class HalfStuck(LocalBackend):
-    """The `local` engine with two staging buffers; its writes to some peers stay pending."""
+    """The `local` engine with two staging buffers; its writes to some peers do not settle."""
 
     stuck: ClassVar[set[Backend]] = set()
+    spares = 8
 
     @property
     def staging(self) -> StagingShape:
-        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8)
+        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8, spares=self.spares)
 
     def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
         assert isinstance(peer, LocalPeer)
@@ -57,6 +61,27 @@ def test_pending_writes_to_one_peer_do_not_block_other_peers() -> None:
         assert served.wait(timeout_s=DEADLINE_S).ok
         assert not unserved.wait(timeout_s=DEADLINE_S).ok
         HalfStuck.stuck.clear()
+
+
+@pytest.mark.parametrize("status", [TransferStatus.PENDING, TransferStatus.UNSETTLED])
+def test_peers_whose_writes_never_settle_keep_no_staging_buffer_and_no_rows(
+    monkeypatch: pytest.MonkeyPatch, status: TransferStatus
+) -> None:
+    """As of ranks on other hosts that are killed or stopped: there is no proof of their end, and more than one ends so."""
+    monkeypatch.setattr(Stuck, "status", status)
+    monkeypatch.setattr(HalfStuck, "spares", 0)
+    with cluster(Side(tp=1), Side(tp=2), settings={"backend": HalfStuck}) as instances:
+        (prefill,), (dead, live) = instances.prefill, instances.decode
+        monkeypatch.setattr(HalfStuck, "stuck", {dead.manager.backend})
+        for _ in range(2):
+            request, pages = new_request_id(), [instances.pages(rank, 96) for rank in (prefill, dead, live)]
+            given_up = receive(dead, request, pages[1], need=(0, 96), deadline_s=1.0)
+            served = receive(live, request, pages[2], need=(0, 96))
+            sent = send(prefill, request, pages[0], 96)
+            assert not given_up.wait(timeout_s=DEADLINE_S).ok
+            assert served.wait(timeout_s=DEADLINE_S).ok
+            lease = sent.wait(timeout_s=DEADLINE_S).lease
+            until(lambda lease=lease: lease.released)
 
 
 ALL_PACKED: dict[str, Any] = {"pack_below": 1 << 20}

@@ -216,8 +216,11 @@ def test_a_failed_write_ends_its_request_and_frees_its_slot(num_allowed: int, ou
             assert all(event.ok for event in instances.transfer(61))
 
 
-def test_after_an_abort_rows_are_held_until_the_last_write_has_settled() -> None:
-    with cluster(Side(tp=1), Side(tp=1, page=16), num_kv_heads=1, settings={"backend": SmallStaging}) as instances:
+@pytest.mark.parametrize("pack_below", [0, 1 << 20], ids=["into rows", "into slots"])
+def test_after_an_abort_rows_are_held_until_the_last_write_into_them_has_settled(pack_below: int) -> None:
+    """A write into a slot, which nobody unpacks then, may settle later."""
+    settings = {"backend": SmallStaging, "pack_below": pack_below}
+    with cluster(Side(tp=1), Side(tp=1, page=16), num_kv_heads=1, settings=settings) as instances:
         (rank,), (sink,) = instances.prefill, instances.decode
         engine = rank.manager.backend
         assert isinstance(engine, SmallStaging)
@@ -231,7 +234,10 @@ def test_after_an_abort_rows_are_held_until_the_last_write_has_settled() -> None
         assert not event.ok
         released = threading.Event()
         event.lease.on_release(released.set)
-        assert not released.wait(0.05), "one of its writes is pending"
+        if pack_below:
+            assert released.wait(DEADLINE_S)
+        else:
+            assert not released.wait(0.05), "one of its writes is pending"
         engine.outcome = TransferStatus.DONE
         assert released.wait(DEADLINE_S)
         assert not sender.wait(timeout_s=DEADLINE_S).ok
