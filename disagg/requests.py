@@ -31,6 +31,7 @@ from disagg.core.rows import Rows, TokenRange, token_range
 from disagg.core.timeline import Timeline
 from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank
+from disagg.protocol.messages import MAX_ITEMS
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
@@ -324,7 +325,7 @@ class Sender(RequestHandle):
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
         Returns at once. Raises `LocalProtocolError` for arguments of the wrong type, a component that was not declared, tokens
-        of a layer that were already sent, rows that a receive holds, or after `finish`.
+        of a layer that were already sent, rows that a receive holds, more than 65,536 chunks, or after `finish`.
         """
         chunk = self._chunk(rows, tokens, layers, ready)
 
@@ -371,7 +372,10 @@ class Sender(RequestHandle):
         chosen = None if tokens is None else token_range(tokens)
         if chosen is None and tokens is not None:
             raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
-        chunk = Chunk(next(self._numbers), given, chosen, None if layers is None else check_layers(layers), ready)
+        number = next(self._numbers)
+        if number >= MAX_ITEMS:
+            raise LocalProtocolError(f"request {self.key}: expected at most {MAX_ITEMS} chunks, found another one")
+        chunk = Chunk(number, given, chosen, None if layers is None else check_layers(layers), ready)
         self._control.requests.hold(self, given, chosen)
         self._sent.add(self.key, chunk)
         return chunk

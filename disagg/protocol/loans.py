@@ -342,13 +342,21 @@ class Borrower:
 
     def take(self, lent: TakeLoans, loans: HeldLoans, now: float, *, is_open: bool) -> None:
         """Take the loans that a receiver has listed. Those that were given back are given back again: that message was lost or
-        is late. All go back unless a request `is_open`. Raises `RemoteProtocolError` as `HeldLoans.listed` does.
+        is late. All go back unless a request `is_open`. If there are not enough, the receiver is asked once more after a while:
+        an earlier message may be lost. Raises `RemoteProtocolError` as `HeldLoans.listed` does.
         """
         forgotten = loans.listed(lent.loans, lent.newest)
         if not is_open:
             self.give_back(lent.peer, loans, now, forgotten=forgotten)
         elif forgotten:
             self._ask(lent.peer, Borrow(wanted=loans.wanted, seen=loans.seen, returned=forgotten), now)
+        elif loans.wanted:
+            self._repeat(lent.peer, Borrow(wanted=loans.wanted, seen=loans.seen), now)
+
+    def _repeat(self, peer: PeerRank, message: Borrow, now: float) -> None:
+        """Send a request after a while, until it is answered."""
+        repeated = self._wishes[peer] = _Repeated(message)
+        back_off(repeated, self._limits, now)
 
     def _ask(self, peer: PeerRank, message: Borrow, now: float) -> None:
         """Send a request, and again until it is answered if it wants slots. The receiver lists those that are not given back,
@@ -356,8 +364,7 @@ class Borrower:
         """
         self._wishes.pop(peer, None)
         if message.wanted:
-            repeated = self._wishes[peer] = _Repeated(msgspec.structs.replace(message, returned=()))
-            back_off(repeated, self._limits, now)
+            self._repeat(peer, msgspec.structs.replace(message, returned=()), now)
         self._outbox.append((peer, message))
 
     def on_lend(self, peer: PeerRank, message: Lend) -> None:

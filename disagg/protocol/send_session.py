@@ -96,6 +96,10 @@ class Destination:
             known = self.sums.get(part.component)
             self.sums[part.component] = part if known is None else _added(known, part)
 
+    def is_under_way(self, chunk: int) -> bool:
+        """Whether the transfer of a chunk may go on."""
+        return chunk in self.in_flight or chunk in self.unsettled
+
     @property
     def quiet(self) -> bool:
         """Whether nothing is in flight to it."""

@@ -146,7 +146,7 @@ class Sends:
         settled.
         """
         session, destination = self._find(ticket.peer, ticket.key)
-        if session is None or destination is None or ticket.chunk not in destination.in_flight | destination.unsettled:
+        if session is None or destination is None or not destination.is_under_way(ticket.chunk):
             return
         destination.took = took
         destination.settle(ticket.chunk, packed=packed, sums=sums, unsettled=unsettled)

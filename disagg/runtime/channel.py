@@ -255,6 +255,9 @@ class Channel:
         for frames in _frames(self._router):
             if len(frames) < 2:
                 continue
+            if len(frames) > MAX_FRAMES + 1:
+                self._monitor.end(_descriptor_of(frames[1]), self._port)
+                continue
             connection, user, is_open = frames[0].bytes, "", True
             if not self._monitor.hears(connection):
                 yield from self._ended()
@@ -307,11 +310,18 @@ def _batches(messages: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """Messages that have arrived on a socket, up to a bound, so that no socket starves another."""
+    """Messages that have arrived on a socket, up to a bound, so that no socket starves another. Of one that no rank sends, with
+    too many frames, only the first ones are kept.
+    """
     for _ in range(MAX_BATCH):
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an `Again` exception would cost several times as much
             return
-        yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        frames = [socket.recv(zmq.DONTWAIT, copy=False)]
+        while socket.getsockopt(zmq.RCVMORE):
+            frame = socket.recv(zmq.DONTWAIT, copy=False)
+            if len(frames) < MAX_FRAMES + 2:  # one is the ROUTER's, and one more tells that there are too many
+                frames.append(frame)
+        yield frames
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:

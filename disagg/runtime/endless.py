@@ -51,12 +51,13 @@ class EndlessMessages:
             since = received if descriptor in self._heard else min(received, before.get(descriptor, received))
             self._since[descriptor] = since
             if received - since > MAX_NBYTES:
-                self._end(descriptor, port)
+                self.shut(descriptor, port, "its message does not end")
         self._heard.clear()
         self._check_at = now + max(CHECK_S, 20 * (time.monotonic() - now))  # at most 5% of the time
 
-    def _end(self, descriptor: int, port: int) -> None:
+    def shut(self, descriptor: int, port: int, reason: str) -> None:
+        """End a connection, if it is to `port`."""
         with contextlib.suppress(OSError, IndexError), duplicate(descriptor) as connection:
             if connection.getsockname()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)
-                self._warnings.warning("ended a connection to port %d: its message does not end", port)
+                self._warnings.warning("ended a connection to port %d: %s", port, reason)

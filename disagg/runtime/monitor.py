@@ -57,6 +57,11 @@ class Monitor:
         """End the connections to the ROUTER's port whose message does not end."""
         self._endless.end(tuple(self._open), port)
 
+    def end(self, descriptor: int | None, port: int) -> None:
+        """End a connection to the ROUTER's port that sends what no rank sends."""
+        if descriptor in self._open:
+            self._endless.shut(descriptor, port, "its message has too many frames")
+
     def add(self, connection: bytes, descriptor: int | None) -> bool:
         """Note the routing id of the connection with a descriptor. Returns whether that connection is still open."""
         if descriptor is None or descriptor not in self._open or connection in self._over:

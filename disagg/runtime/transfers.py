@@ -12,7 +12,7 @@ import msgspec
 from disagg.core.errors import RemoteProtocolError
 from disagg.protocol.messages import Filled
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
-from disagg.protocol.send_session import SendSession
+from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import (
     CancelTransfers,
@@ -100,7 +100,7 @@ class Transfers:
                 gathers_from=rank.gathers_from,
                 make_stream=rank.pack,
             )
-        job = Job(ticket, rank.engine, bind, lambda: destination.reason != "", start.chunk.ready, rank.loans)
+        job = Job(ticket, rank.engine, bind, lambda: destination.state is not SendState.ACTIVE, start.chunk.ready, rank.loans)
         self._worker.submit(job)
         self._verification.start(rank, start)
 

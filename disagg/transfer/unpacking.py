@@ -48,8 +48,8 @@ class Unpacker:
             unpack, started_at = self.waiting.popleft(), time.perf_counter()
             try:
                 work = scatter(unpack)
-            except DisaggError as error:
-                self._report(unpack, started_at, str(error))
+            except Exception as error:  # noqa: BLE001 (what a peer says fails its request only, whatever is raised over it)
+                self._report(unpack, started_at, str(error) if isinstance(error, DisaggError) else repr(error))
                 continue
             if work is None:
                 self._report(unpack, started_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,9 @@ def test_invalid_calls_are_refused_with_a_reason(instances: Cluster) -> None:
     for layers, found in (([-1], "0 to 2"), ([2**31], "0 to 2"), ([0.5], "layer ids"), (range(70000), "at most 16384")):
         with pytest.raises(LocalProtocolError, match=f"layers: expected (ids of )?{found}"):
             sender.send(rows, layers=layers)  # type: ignore[arg-type]
+    sender._numbers = itertools.count(1 << 16)
+    with pytest.raises(LocalProtocolError, match="expected at most 65536 chunks, found another one"):
+        sender.send(rows, tokens=(0, 4))
     sender.finish()
     with pytest.raises(LocalProtocolError, match="nothing can be sent after finish"):
         sender.send(rows, tokens=(0, 4))

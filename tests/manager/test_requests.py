@@ -198,6 +198,20 @@ def test_rows_are_read_and_reserved_only_after_their_ready_events(instances: Clu
     assert reference.first_difference(wanted, instances.decode[0].pools) is None
 
 
+def test_an_abort_without_a_reason_ends_copies_that_wait_for_an_event(instances: Cluster) -> None:
+    request = new_request_id()
+    receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+    senders = [rank.manager.sender(request, peer="decode-0") for rank in instances.prefill]
+    for sender in senders:
+        sender.send({"kv": Pages(np.arange(5))}, tokens=(0, 20), ready=Gate())
+    until(lambda: all(sender.needed("kv") == (0, 20) for sender in senders))
+    for sender in senders:
+        sender.abort("")
+    events = [handle.wait(timeout_s=DEADLINE_S) for handle in (receiver, *senders)]
+    assert not any(event.ok for event in events)
+    until(lambda: all(event.lease.released for event in events))
+
+
 def test_the_file_descriptor_becomes_readable_with_an_event(instances: Cluster) -> None:
     manager = instances.decode[0].manager
     manager.events()

@@ -417,6 +417,22 @@ def test_slots_are_asked_for_until_some_come() -> None:
     assert writer.next_tick == NEVER
 
 
+def test_a_request_for_slots_that_is_lost_is_repeated_although_some_of_an_earlier_one_come() -> None:
+    writer = borrower()
+    writer.want(PEER, Held(wanted=10), 0.0)
+    writer.take(TakeLoans(PEER, ((1, 4096), (2, 8192)), 2), Held(wanted=8), 0.0, is_open=True)
+    writer.want(PEER, Held(wanted=16, seen=2), 0.1)
+    told(writer)
+    lend(writer, 3, newest=3)
+    writer.take(TakeLoans(PEER, ((3, 12288),), 3), Held(wanted=15), 0.2, is_open=True)
+    assert told(writer) == []
+    writer.tick(1.2)
+    assert told(writer) == [(PEER, Borrow(wanted=15, seen=3))]
+    lend(writer, 4, newest=4)
+    writer.take(TakeLoans(PEER, ((4, 16384),), 4), Held(), 1.3, is_open=True)
+    assert writer.next_tick == NEVER
+
+
 def test_listed_loans_of_a_writer_without_requests_go_back() -> None:
     writer = borrower()
     lent = TakeLoans(PEER, ((6, 24576), (7, 28672)), 7)

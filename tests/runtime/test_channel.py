@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest.mock import ANY
 
 import pytest
+import zmq
 
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.machine.tcp import LONGEST_WAIT_S, own_sockets
@@ -233,6 +235,22 @@ def test_a_connection_whose_message_does_not_end_is_ended(
     client.send(DIAL, b"still here")
     client.flush()
     assert [len(each.data) for each in until(server, 2) if isinstance(each, Inbound)] == [1 << 21, 10]
+
+
+def test_a_connection_whose_message_has_too_many_frames_is_ended(channels: tuple[Channel, Channel]) -> None:
+    """Each would be a message. Nothing of it is taken, and others are not ended."""
+    server, client = channels
+    exchange(server, client)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as hostile:
+        hostile.linger = 0
+        hostile.setsockopt(zmq.RECONNECT_IVL, -1)
+        hostile.connect(server.address)
+        hostile.send_multipart([b""] * MAX_FRAMES)
+        assert until(server, MAX_FRAMES) == [Inbound(ANY, "", b"")] * MAX_FRAMES
+        hostile.send_multipart([b""] * 10_000)
+        (ended,) = until(server, 1)
+        assert isinstance(ended, Closed)
+    assert delivered(server, client, b"still here") == [b"still here"]
 
 
 def test_messages_that_leave_together_are_few_and_short() -> None:
