@@ -19,8 +19,8 @@ from disagg.requests import Receiver, Sender
 class HeldRows:
     """The last receive that each row was given to, and the number of sends that read it. Thread-safe.
 
-    Several sends may read one row, such as a page of a common prefix. Rows of a send whose lease is quarantined count as free:
-    the send has failed, so nobody uses what is read there.
+    Several sends may read one row, such as a page of a common prefix. Rows of a send that was aborted, or whose lease is
+    quarantined, count as free: the send has failed, so nobody uses what is read there.
     """
 
     def __init__(self, placements: Mapping[str, Placement]) -> None:
@@ -101,7 +101,7 @@ class HeldRows:
     def _sends_of(self, name: str, ids: Ids) -> Iterator[tuple[Sender, int]]:
         """The sends that read one of the rows, each with the first such row."""
         for sender, given in self._senders.values():
-            if sender.lease.state is LeaseState.HELD:
+            if sender.lease.state is LeaseState.HELD and not sender.lease.withdrawn:
                 found = [each[np.isin(each, ids)] for component, each in given if component == name]
                 yield from ((sender, int(each[0])) for each in found if each.size)
 

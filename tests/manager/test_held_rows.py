@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,22 @@ def test_a_failed_send_whose_rows_are_quarantined_refuses_no_receive() -> None:
         quarantine(sender.lease, "the test has no proof")
         back(instances, (3,)).abort("the test is finished")
         sender.abort("the test is finished")
+
+
+def test_an_aborted_send_refuses_no_receive_although_its_manager_has_not_ended_it() -> None:
+    """A server gives the rows of a request that it aborts to the next one at once."""
+    with cluster(Side(), Side(page=8)) as instances:
+        sender = sending(instances, (3,))
+        go_on = threading.Event()
+
+        def hold(_: float) -> None:
+            go_on.wait(DEADLINE_S)
+
+        instances.prefill[0].manager._runtime.command(hold)
+        sender.abort("its client has left")
+        next_one = back(instances, (3,))
+        go_on.set()
+        next_one.abort("the test is finished")
 
 
 def test_rows_of_a_receive_are_refused_to_a_send() -> None:

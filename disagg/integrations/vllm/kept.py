@@ -155,7 +155,7 @@ class Keeper:
             return None
         num_tokens = request.num_tokens - 1  # the last one was drawn, and not computed
         request_id = new_request_id().hex() if given is True else str(given)
-        num_blocks = sum(len(ids) for ids in blocks)
+        num_blocks = sum(block != 0 for ids in blocks for block in ids)  # not those that windows have left
         reason = self._reason or self._problem(request, blocks, num_tokens) or problem_of_id(request_id, "keep")
         if reason := reason or self._requests.reason_against(request_id, num_blocks, is_stopped=bool(move_id)):
             logger.warning("request %s: it is not kept: %s", request.request_id, reason)

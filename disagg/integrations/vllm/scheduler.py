@@ -58,6 +58,9 @@ ONE_OF_SEVERAL = re.compile(r"\d+_(.+)", re.DOTALL)
 LATER_PROMPT = re.compile(r"cmpl-.+-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
 """VLLM's id of a prompt that is not the first one of a list. It returns the first one's `kv_transfer_params` only."""
 
+Transfer = tuple[str, str, str, int]
+"""Which request of which server is loaded: the server's name and address, the request's id, and its attempt."""
+
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
@@ -126,14 +129,14 @@ class SchedulerHalf:
         self._prefills: dict[str, Prefill] = {}
         self._shared: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
         """What the answer to a prompt with several tells the proxy, once it is known: the last `NUM_SHARED`, by their id."""
-        self._loading: dict[str, str] = {}
-        """The transfer of each request that the workers load."""
+        self._loading: dict[str, Transfer] = {}
+        """The transfer of each request that the workers load, until the request ends."""
         self._unplaced: Request | None = None
         """The last request that vLLM asked about in this step, until it has blocks."""
         self._offered: dict[str, TokenRange] = {}
         """The tokens of each request that are loaded if vLLM places it, until it does."""
-        self._loaded: OrderedDict[tuple[str, int], None] = OrderedDict()
-        """Transfers, with their attempt, that have been loaded or are: the last `NUM_LOADED`."""
+        self._loaded: OrderedDict[Transfer, None] = OrderedDict()
+        """Transfers that have been loaded or are: the last `NUM_LOADED`."""
         self._of_others: dict[str, HandOff] = {}
         """Requests with the hand-off of another prompt."""
         self._leases: Counter[str] = Counter()
@@ -325,7 +328,7 @@ class SchedulerHalf:
         self._offered.pop(req_id, None)
         move_id, told = self._moves.remove(request)
         prefill = self._prefills.pop(req_id, None)
-        if req_id in self._loading:
+        if self._loading.pop(req_id, None) is not None:
             self._step.aborts.append(req_id)
         with logged(f"request {req_id}: its hand-off is not declined, so prefill keeps it for as long as it may"):
             self._decline_unresolved(request)
@@ -348,9 +351,10 @@ class SchedulerHalf:
 
     def _decline_unresolved(self, request: Request) -> None:
         """Decline the hand-off of a request that has ended, if none has loaded it."""
-        hand_off = self._unresolved(request) or self._of_others.pop(request.request_id, None)
-        if hand_off is not None and _transfer(hand_off) not in self._loaded:
-            self._step.declines.append(hand_off)
+        hand_off = self._unresolved(request)
+        for each in (hand_off, self._of_others.pop(request.request_id, None)):
+            if each is not None and _transfer(each) not in self._loaded:
+                self._step.declines.append(each)
 
     def _hand_over(self, prefill: Prefill, blocks: BlockIds) -> dict[str, Any] | None:
         """Let decode have a request that has ended. Returns what its answer tells the proxy; `None` if decode gets nothing."""
@@ -403,7 +407,7 @@ class SchedulerHalf:
         if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False
         hand_off = self._unresolved(request)
-        if hand_off is not None and hand_off.remote_request_id in self._loading.values():
+        if hand_off is not None and _transfer(hand_off) in self._loading.values():
             return None, False
         self._unplaced = request
         if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
@@ -441,8 +445,8 @@ class SchedulerHalf:
         self._keep_out_of_cache(request.request_id, needs)
         prompt = self._prompts.digest(request, stop)
         self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, needs, prompt))
-        self._loading[request.request_id] = hand_off.remote_request_id
-        self._loaded[_transfer(hand_off)] = None
+        self._loading[request.request_id] = transfer = _transfer(hand_off)
+        self._loaded[transfer] = None
         if len(self._loaded) > NUM_LOADED:
             self._loaded.popitem(last=False)
         return True
@@ -457,7 +461,7 @@ class SchedulerHalf:
             num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
 
     def is_loading(self, req_id: str) -> bool:
-        """Whether the workers load a request and have not reported its end."""
+        """Whether the workers load a request that has not ended, and have not reported the end of its load."""
         return req_id in self._loading
 
     def _unresolved(self, request: Request) -> HandOff | None:
@@ -505,11 +509,12 @@ class SchedulerHalf:
         is_alone = self._leader is None or self._leader.is_alone
         if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
             return common
-        logger.warning(
-            "request %s: vLLM computes it, since another connector would take the first block of a window for whole; give "
-            "prefill a block size that is a multiple of this server's",
-            request.request_id,
-        )
+        if request.request_id not in self._offered:  # not asked before
+            logger.warning(
+                "request %s: vLLM computes it, since another connector would take the first block of a window for whole; give "
+                "prefill a block size that is a multiple of this server's",
+                request.request_id,
+            )
         return 0
 
     def _needs(self, hand_off: HandOff, start: int, stop: int) -> tuple[TokenRange, ...]:
@@ -566,14 +571,14 @@ def _num_common(request: Request, hand_off: HandOff) -> int:
 
 
 def _use(request: Request) -> None:
-    """Its hand-off is used."""
-    part = HandOff.part(request.kv_transfer_params)
-    if part is not None:
+    """Its hand-off is used, and with it one that it has besides."""
+    while (part := HandOff.part(request.kv_transfer_params)) is not None:
         part["do_remote_prefill"] = False
 
 
-def _transfer(hand_off: HandOff) -> tuple[str, int]:
-    return hand_off.remote_request_id, hand_off.remote_attempt
+def _transfer(hand_off: HandOff) -> Transfer:
+    """A restarted server may hand a request over by the same id."""
+    return hand_off.remote_engine_id, hand_off.remote_address, hand_off.remote_request_id, hand_off.remote_attempt
 
 
 def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -352,6 +352,59 @@ def test_blocks_of_a_load_are_kept_when_its_client_leaves(server: Start) -> None
     decode.check_empty()
 
 
+def test_a_request_is_computed_although_its_transfer_was_aborted_and_may_still_be_written(server: Start) -> None:
+    """A proxy asks decode again with the same hand-over. The workers report the first load once its lease is released."""
+    decode = server()
+    params = handed_over()
+    first = decode.add(80, dict(params))
+    decode.step()
+    decode.scheduler.finish_requests([first.request_id], RequestStatus.FINISHED_ABORTED)
+    second = decode.add(80, dict(params))
+    told, computed, _ = decode.step()
+    assert (told.aborts, told.loads, computed) == ([first.request_id], [], {second.request_id: 80})
+    decode.run(second)
+    decode.step(finished_recving={first.request_id})
+    decode.check_empty()
+
+
+def test_a_request_is_loaded_from_a_server_that_was_restarted(server: Start) -> None:
+    """A proxy asks decode again with what prefill has answered: the id of the transfer is that of the first time."""
+    decode = server()
+    old = handed_over()
+    new = {**old, "remote_engine_id": "there-again", "remote_address": "tcp://127.0.0.1:3"}
+    first = decode.add(80, dict(old))
+    decode.step()
+    decode.scheduler.finish_requests([first.request_id], RequestStatus.FINISHED_ABORTED)
+    second = decode.add(80, dict(new))
+    told, *_ = decode.step()
+    assert [(load.req_id, load.hand_off.remote_engine_id) for load in told.loads] == [(second.request_id, "there-again")]
+    decode.step(finished_recving={first.request_id, second.request_id})
+    decode.run(second)
+    decode.check_empty()
+
+
+def test_of_two_hand_overs_in_a_request_one_is_loaded(server: Start) -> None:
+    """Its blocks come back, although the load has failed and may still write them for a while."""
+    decode = server()
+    request = decode.add(80, {**handed_over(), "kept": {**handed_over(), "remote_num_tokens": 40, "remote_keep_s": 9.0}})
+    decode.step()
+    held = WorkerReport(leases=Counter([request.request_id]))
+    loaded = {request.request_id}
+    decode.step(finished_recving=loaded, failed_recving=loaded, kv_connector_worker_meta=held)
+    decode.run(request)
+    decode.step(kv_connector_worker_meta=WorkerReport(leases=Counter({request.request_id: -1})))
+    decode.check_empty()
+
+
+def test_blocks_that_a_window_has_left_do_not_count_as_kept(server: Start) -> None:
+    """Twelve of the full group and two of the window: 14, of at most 16."""
+    keeper = server(num_blocks=64, specs=(FULL, WINDOW))
+    request = keeper.add(384, {"keep": True}, max_tokens=1)
+    _, _, (output,) = keeper.step()
+    assert request.is_finished()
+    assert output.kv_transfer_params["kept"]["remote_num_tokens"] == 384
+
+
 def test_loads_wait_for_room(server: Start) -> None:
     """Seven blocks are free, and each of five requests needs three for its load and a fourth for its answer."""
     decode = server(num_blocks=8)
@@ -564,11 +617,16 @@ def test_what_is_sent_is_of_the_tokens_that_the_handover_says(server: Start, mix
 def test_versions_that_give_blocks_away_before_a_step_has_written_them(
     is_async: bool, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads wait for that step there."""
+    """Loads wait for that step there, and on a server that only produces, which may load the next turn."""
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
         parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
+        kv_transfer_config=KVTransferConfig(kv_connector="DisaggConnector", kv_role="kv_both"),
     )
+    assert not _frees_early(config)
+    config.kv_transfer_config.kv_role = "kv_producer"
+    assert _frees_early(config) is (is_async or num_stages > 1)
+    config.kv_transfer_config.kv_role = "kv_consumer"
     assert not _frees_early(config)
     monkeypatch.delattr(Scheduler, "_drain_deferred_frees")
     assert _frees_early(config) is (is_async or num_stages > 1)
