@@ -346,6 +346,7 @@ class SchedulerHalf:
         if params is None:
             self._step.aborts.append(req_id)
         if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring
+            logger.debug("request %s: its blocks are held until decode has its state", req_id)
             self._step.held.append(req_id)
         return prefill.is_ended, params
 

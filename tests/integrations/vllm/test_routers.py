@@ -6,6 +6,8 @@ That is decode, asked without a router. Prefill and decode have other block size
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ import pytest
 
 from harness.ports import free_ports
 from harness.servers import Server
-from tests.integrations.vllm.requests import leave, prompts, wait_unused
+from tests.integrations.vllm.requests import USED, leave, prompts, wait_unused
 from tests.integrations.vllm.routers import (
     CHAT,
     COMPLETIONS,
@@ -37,13 +39,20 @@ from tests.integrations.vllm.routers import (
 )
 
 PATIENT = {"connection_limits": {"heartbeat_timeout_s": 30.0}}
+NUM_BLOCKS = 1024
+"""One is vLLM's null block."""
+BLOCKS_OF_1200 = 38
+"""Of 32 tokens, for a prompt of 1,200."""
 OPTIONS = (
     "--enable-auto-tool-choice",
     "--tool-call-parser",
     "hermes",
     "--enable-scale-out",
     "--num-gpu-blocks-override",
-    "1024",
+    str(NUM_BLOCKS),
+    "--enable-log-requests",
+    "--max-log-len",
+    "0",
 )
 LOADED, FAILED = "vllm:disagg_loaded_tokens_total", "vllm:disagg_failed_loads_total"
 HOLD_S = 600.0
@@ -281,8 +290,10 @@ def servers(model: Callable[[str], Path]) -> Iterator[Servers]:
     (port,) = free_ports(1)
     folder, extra = model("llama"), {**PATIENT, "hold_s": HOLD_S}
     with (
-        Server.vllm(folder, "--block-size", "32", *OPTIONS, extra={**extra, "bootstrap_port": port}) as prefill,
-        Server.vllm(folder, "--block-size", "64", *OPTIONS, extra=extra) as decode,
+        Server.vllm(
+            folder, "--block-size", "32", *OPTIONS, extra={**extra, "bootstrap_port": port}, VLLM_LOGGING_LEVEL="DEBUG"
+        ) as prefill,
+        Server.vllm(folder, "--block-size", "64", *OPTIONS, extra=extra, VLLM_LOGGING_LEVEL="INFO") as decode,
     ):
         yield Servers(prefill.wait_ready(), decode.wait_ready(), port, {})
 
@@ -366,9 +377,33 @@ def test_nothing_has_failed_or_is_kept(servers: Servers) -> None:
 
 
 def test_clients_leave(servers: Servers, vllm_router: dict[str, Direct]) -> None:
-    """Clients of 24 requests leave at any moment. No block is held for these."""
+    """Clients of 24 requests leave at any moment. No block is held of those that decode was asked for.
+
+    This router asks decode once it has prefill's answer. If the client leaves just before, neither server hears of it, and
+    prefill holds the blocks for `hold_s`.
+    """
     for router in vllm_router.values():
         for number, prompt in enumerate(prompts([1200] * 24, seed=55)):
             asked = {"model": "model", "prompt": prompt, "max_tokens": 300, "stream": number % 2 == 0}
             leave(router.port, asked, after_s=(number // 2) ** 2 / 72)
-    wait_unused(servers.prefill, servers.decode)
+    wait_unused(servers.decode)
+    until = time.monotonic() + 30.0
+    while (used := servers.prefill.metric(USED) * (NUM_BLOCKS - 1)) > 0.5:
+        held = held_by(servers.prefill)
+        if used == pytest.approx(BLOCKS_OF_1200 * len(held)) and not held & asked_for(servers.decode):
+            break
+        assert time.monotonic() < until, (used, held, asked_for(servers.decode), servers.prefill.log(length=2000))
+        time.sleep(0.5)
+
+
+def held_by(prefill: Server) -> set[str]:
+    """The ids of the requests whose blocks prefill holds, by its log; without what a server adds to each."""
+    log = prefill.log(length=10**9)
+    held = re.findall(r"request (\S+)-0-[0-9a-f]+: its blocks are held until", log)
+    sent = re.findall(r"Finished sending KV transfer for request (\S+)-0-[0-9a-f]+", log)
+    return set(held) - set(sent)
+
+
+def asked_for(decode: Server) -> set[str]:
+    """The ids of the requests that decode was asked for, by its log."""
+    return set(re.findall(r"Received request (\S+)-0: ", decode.log(length=10**9)))
