@@ -235,13 +235,19 @@ def _attention(
     optional: bool,
 ) -> Component:
     """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU."""
-    layer = attention_layer(config, next(iter(layers.values())))
-    backend, found = layer.get_attn_backend().get_name(), read_format(spec, name)
+    layer, found = attention_layer(config, next(iter(layers.values()))), read_format(spec, name)
+    # Layers with equal specs may have several: then none below is meant.
+    backend = ", ".join(sorted({attention_layer(config, each).get_attn_backend().get_name() for each in layers.values()}))
     axes: str | dict[str, str]
     if found in (Format.INLINE, Format.NVFP4):
         expected = {Format.INLINE: "TRITON_ATTN", Format.NVFP4: "FLASHINFER"}[found]
         if backend != expected:
             raise ConfigError(f"component {name!r}: expected {layer.kv_cache_dtype} of {expected}, found the backend {backend}")
+        if found is Format.NVFP4 and not getattr(layer.impl, "nvfp4_fa2", False):  # all layers have the same GPU
+            expected = "scales of V for each token (FlashInfer's FA2)"
+            raise ConfigError(
+                f"component {name!r}: expected {expected}, found those of vLLM's kernel for SM100, which mixes tokens"
+            )
         if found is Format.INLINE:  # its first use of a cache sets all scales to 1, also those that have been received
             for layer_id, layer_name in layers.items():
                 attention_layer(config, layer_name).impl._ensure_scale_caches(tensors[layer_id])

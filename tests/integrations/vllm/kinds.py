@@ -83,8 +83,10 @@ def gqa(
     ]  # fmt: skip
 
 
-def nvfp4(layers: Iterable[int], heads: int, dim: int) -> list[Layer]:
-    """Attention as FlashInfer packs it: its `customize_spec`, which cannot be imported without FlashInfer."""
+def nvfp4(layers: Iterable[int], heads: int, dim: int, *, fa2: bool = True) -> list[Layer]:
+    """Attention as FlashInfer packs it: its `customize_spec`, which cannot be imported without FlashInfer. Without `fa2` its
+    writer is vLLM's kernel for SM100.
+    """
 
     def spec(tp: int, block_size: int) -> KVCacheSpec:
         own = max(1, heads // tp)
@@ -101,7 +103,7 @@ def nvfp4(layers: Iterable[int], heads: int, dim: int) -> list[Layer]:
     return [
         Layer(
             name=f"model.layers.{i}.self_attn.attn", spec=spec, cells=_nvfp4_cells, heads=heads, dtype="nvfp4",
-            backend="FLASHINFER",
+            backend="FLASHINFER", impl=lambda: SimpleNamespace(nvfp4_fa2=fa2),
         )
         for i in layers
     ]  # fmt: skip

@@ -73,6 +73,23 @@ def test_a_format_of_a_plug_in_is_refused() -> None:
         Server(layers, model=model("llama", 3))
 
 
+def test_scales_of_nvfp4_that_mix_tokens_are_refused() -> None:
+    """On SM100 a block has the same size, but those of V are in another order."""
+    with pytest.raises(ConfigError, match=r"component 'kv': expected scales of V for each token .* kernel for SM100"):
+        Server(nvfp4(range(3), 4, 64, fa2=False), model=model("llama", 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("NVFP4", "FLASHINFER, MINIMAX_M3_SPARSE"), ("int8 per token and head", "MINIMAX_M3_SPARSE, TRITON_ATTN")],
+)
+def test_packed_layers_of_several_backends_are_refused(name: str, found: str) -> None:
+    """MiniMax-M3's sparse layers have the specs of the others, and bytes in an order of their own."""
+    *others, last = FORMATS[name]()
+    with pytest.raises(ConfigError, match=f"found the backend {found}"):
+        Server([*others, replace(last, backend="MINIMAX_M3_SPARSE")], model=model("llama", 3))
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_planes_of_k_and_v(dtype: str) -> None:
     """The b12x backend keeps K and V of a block apart."""
