@@ -59,6 +59,9 @@ Describe = Callable[[], ModelSpec]
 NULL_BLOCK = 0
 """The block id that vLLM puts where a request has no block."""
 
+ROWS = ("vec", "vec16")
+"""Kernels for CPUs that keep rows of K and V, by vLLM's names. Others keep tiles, or were not tried."""
+
 ROUNDINGS = {"CPU_ATTN": "toward_zero", "FLASH_ATTN": "nearest", "FLASHINFER": "nearest"}
 """How a backend's own kernel makes numbers of FP8, on CPUs and with CUDA. Into those of another one nobody converts."""
 
@@ -263,7 +266,8 @@ def _attention(
         )
     if backend == "CPU_ATTN":
         axes = {"k": "page kv_head dim token", "v": "hnd"}
-        views = {layer: _cpu_views(tensor, spec, name) for layer, tensor in tensors.items()}
+        _check_rows(config, name, spec, block_size=next(iter(tensors.values())).shape[2])
+        views = {layer: _cpu_views(tensor, spec) for layer, tensor in tensors.items()}
     elif found is Format.PLANES:
         axes, views = "nhd", {layer: plane_views(tensor, spec) for layer, tensor in tensors.items()}
     else:
@@ -291,13 +295,22 @@ def _gpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Ten
     return tensor[..., : spec.head_size], tensor[..., spec.head_size :]
 
 
-def _cpu_views(tensor: torch.Tensor, spec: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """K of each block and head as `[dim, token]`, followed by V as `[token, dim]`.
-
-    With AMX vLLM stores bfloat16 in tiles that mix the two axes, which no strides describe.
+def _check_rows(config: VllmConfig, name: str, spec: Any, *, block_size: int) -> None:
+    """Raise `ConfigError` unless vLLM's kernel for CPUs keeps rows. It depends on the model's dtype, not on the cache's. AMX
+    stores tiles that mix tokens and elements, which no strides describe.
     """
-    if tensor.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        raise ConfigError(f"component {name!r}: expected rows of K and V, found vLLM's AMX tiles; use --dtype float32")
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    kernel = _get_attn_isa(config.model_config.dtype, block_size, spec.head_size, config.cache_config.cache_dtype)
+    if kernel not in ROWS:
+        hint = "; use --dtype float32" if kernel == "amx" else ""
+        raise ConfigError(
+            f"component {name!r}: expected rows of K and V (kernels {', '.join(ROWS)}), found kernel {kernel}{hint}"
+        )
+
+
+def _cpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K of each block and head as `[dim, token]`, followed by V as `[token, dim]`."""
     num_blocks, heads, tokens, _ = tensor.shape
     dim, (block, head) = spec.head_size, tensor.stride()[:2]
     at = tensor.storage_offset()

@@ -120,8 +120,8 @@ class Rank:
 
 
 class Server:
-    """The ranks of one server. `options` are `tp`, `dcp`, `interleave`, `block_size`, `layout`, `num_blocks`, `hybrid` and
-    `kernel_blocks`, by group.
+    """The ranks of one server. `options` are `tp`, `dcp`, `interleave`, `block_size`, `layout`, `num_blocks`, `hybrid`,
+    `dtype` (the model's) and `kernel_blocks`, by group.
     """
 
     def __init__(self, layers: Sequence[Layer], *, model: Mapping[str, Any], **options: Any) -> None:
@@ -258,6 +258,7 @@ def _config(server: Server) -> Any:
             hf_text_config=SimpleNamespace(to_dict=lambda: text),
             get_total_num_hidden_layers=lambda: text["num_hidden_layers"],
             get_total_num_kv_heads=lambda: text.get("num_key_value_heads", 1),
+            dtype=options.get("dtype", torch.bfloat16),
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=options["tp"],
@@ -271,6 +272,7 @@ def _config(server: Server) -> Any:
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
             block_size=options["block_size"],
+            cache_dtype=next(iter(layers.values())).kv_cache_dtype,
             get_resolved_kv_cache_layout=lambda: server.layout,
             num_gpu_blocks_override=options["num_blocks"],
             prefix_cache_retention_interval=None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
 
 from disagg.core.errors import ConfigError, LayoutError
@@ -95,6 +97,29 @@ def test_planes_of_k_and_v(dtype: str) -> None:
     """The b12x backend keeps K and V of a block apart."""
     layers = planes(range(3), 4, 64, dtype=dtype)
     check(layers, ({"tp": 2, "block_size": 64}, {"tp": 4, "block_size": 64, "layout": "LBHNC"}), **HEADS)
+
+
+CPUS: dict[str, tuple[str, bool, torch.dtype, int, str, str]] = {
+    "bfloat16 with AMX": ("X86", True, torch.bfloat16, 64, "auto", "found kernel amx; use --dtype float32"),
+    "bfloat16 with AMX, cache in FP8": ("X86", True, torch.bfloat16, 64, "fp8", "found kernel amx; use --dtype float32"),
+    "bfloat16 with AMX, heads of 80": ("X86", True, torch.bfloat16, 80, "auto", ""),
+    "float32 with AMX": ("X86", True, torch.float32, 64, "float32", ""),
+    "bfloat16 without AMX": ("X86", False, torch.bfloat16, 64, "auto", ""),
+    "bfloat16 on ARM": ("ARM", False, torch.bfloat16, 64, "auto", "found kernel neon$"),
+}
+"""The architecture, whether it has AMX, the model's dtype, its heads' size, the cache's format, and the refusal."""
+
+
+@pytest.mark.parametrize("case", CPUS)
+def test_tiles_of_cpus_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM itself chooses the kernel, by what it takes the CPU for."""
+    architecture, has_amx, dtype, dim, cache, refusal = CPUS[case]
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda _: CpuArchEnum[architecture])
+    layers = [replace(layer, backend="CPU_ATTN") for layer in gqa(range(2), 4, dim, dtype=cache)]
+    with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
+        Server(layers, model=model("llama", 2, **HEADS), layout="LBHNC", block_size=32, dtype=dtype)
 
 
 def test_scales_that_have_been_received_are_kept() -> None:

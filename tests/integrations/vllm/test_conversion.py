@@ -28,8 +28,8 @@ def attention(worker: Any) -> dict[str, Attention]:
     return {name: each for name, each in found.items() if isinstance(each, Attention)}
 
 
-def by_tokens(layer: Attention, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = _cpu_views(tensor, layer, name)
+def by_tokens(layer: Attention, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = _cpu_views(tensor, layer)
     return k.permute(0, 3, 1, 2).flatten(0, 1), v.permute(0, 2, 1, 3).flatten(0, 1)
 
 
@@ -38,7 +38,7 @@ def held_by(worker: Any) -> Held:
     found = {}
     for name, layer in attention(worker).items():
         size = layer.kv_cache.shape[2]
-        k, v = by_tokens(layer, name, layer.kv_cache[1 : 1 + LOADED // size])
+        k, v = by_tokens(layer, layer.kv_cache[1 : 1 + LOADED // size])
         found[name] = k.clone(), v.clone()
     return found
 
