@@ -124,14 +124,32 @@ def _layer(config: VllmConfig, kind: Kind, spec: Any, name: str, topology: Topol
 
 
 def draft_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
-    """The KV heads of a draft layer over all ranks. Raises `ConfigError` if the ranks have the same heads, not divided ones."""
+    """The KV heads of a draft layer over all ranks. If its configuration gives several numbers, each rank's count as its own.
+    Raises `ConfigError` if the ranks have the same heads, not divided ones.
+    """
     speculation = config.speculative_config
-    total = int(speculation.draft_model_config.get_total_num_kv_heads())
-    if spec.num_kv_heads == max(1, total // topology.tp):
+    model = speculation.draft_model_config
+    total = int(model.get_total_num_kv_heads())
+    if spec.num_kv_heads == max(1, total // topology.tp) and head_counts(model.hf_text_config.to_dict()) <= {total}:
         return total
     if (found := speculation.draft_parallel_config.tensor_parallel_size) != topology.tp:
         raise ConfigError(f"draft_tensor_parallel_size: expected {topology.tp}, that of the server, found {found}")
     return int(spec.num_kv_heads) * topology.tp
+
+
+def head_counts(config: object) -> set[int]:
+    """The numbers of KV heads that a configuration gives, for any of its layers."""
+    if isinstance(config, list):
+        return set().union(*map(head_counts, config))
+    if not isinstance(config, dict):
+        return set()
+    found = set()
+    for name, value in config.items():
+        if any(part in str(name) for part in ("key_value_head", "kv_head", "attention_group")):
+            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+        else:
+            found |= head_counts(value)
+    return found
 
 
 def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:

@@ -43,6 +43,7 @@ from disagg.integrations.vllm.identity import (
     attention_layer,
     draft_heads,
     fp8_format,
+    head_counts,
     identify_draft,
     tensor_scales,
 )
@@ -205,24 +206,9 @@ def _total_heads(config: VllmConfig, describe: Describe, layer: int, spec: Any, 
         roles = [role for state in describe().states if layer in state.layers for role in state.roles]
         found = {role.inner["kv_head"].size for role in roles if "kv_head" in role.inner}
     total = int(config.model_config.get_total_num_kv_heads())
-    candidates = found or ({total} if _head_counts(config.model_config.hf_text_config.to_dict()) <= {total} else set())
+    candidates = found or ({total} if head_counts(config.model_config.hf_text_config.to_dict()) <= {total} else set())
     known = {heads for heads in candidates if max(1, heads // topology.tp) == 1}
     return known.pop() if len(known) == 1 else topology.tp
-
-
-def _head_counts(config: object) -> set[int]:
-    """The numbers of KV heads that a configuration gives, for any of its layers."""
-    if isinstance(config, list):
-        return set().union(*map(_head_counts, config))
-    if not isinstance(config, dict):
-        return set()
-    found = set()
-    for name, value in config.items():
-        if any(part in name for part in ("key_value_head", "kv_head", "attention_group")):
-            found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
-        else:
-            found |= _head_counts(value)
-    return found
 
 
 def _attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from disagg.core.rows import Slot
 from disagg.core.topology import Topology
 from disagg.integrations.vllm.drafts import Drafts
 from disagg.integrations.vllm.groups import Kind, check_engine, component_names, read_groups
-from disagg.integrations.vllm.identity import identify_draft
+from disagg.integrations.vllm.identity import draft_heads, identify_draft
 from disagg.integrations.vllm.layout import Cache
 from harness.vllm.models import write_eagle
 
@@ -176,6 +177,15 @@ def test_what_a_draft_is_made_with(tmp_path: Path) -> None:
     assert len({same, *others}) == 1 + len(others)
     with pytest.raises(ConfigError, match="draft_tensor_parallel_size: expected 2, that of the server, found 1"):
         name(FULL, tp=2)
+
+
+@pytest.mark.parametrize(("counts", "heads"), [({}, 4), ({"swa_num_key_value_heads": 8}, 8)], ids=["one", "two"])
+def test_heads_of_a_draft_whose_ranks_have_one_each(counts: dict[str, int], heads: int) -> None:
+    """Eight ranks have four heads twice. MiMo-V2's draft has a layer with a window, and more heads than the model says."""
+    text = transformers.PreTrainedConfig(num_key_value_heads=4, **counts)
+    model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
+    draft = engine(draft_model_config=model, draft_parallel_config=SimpleNamespace(tensor_parallel_size=8))
+    assert draft_heads(draft, replace(WINDOW, num_kv_heads=1), Topology(tp=8)) == heads
 
 
 def refused(*, stages: int = 1, **given: Any) -> str:
