@@ -240,6 +240,8 @@ def _reason_against(config: VllmConfig, groups: Sequence[Group], *, has_states: 
     others = sorted({kind.value for group in groups for kind in _kinds(group) - KINDS})
     if others:
         return f"states of kind {', '.join(others)} were not tried after an answer"
+    if any(getattr(spec, "non_causal", False) for group in groups for spec in group.specs.values()):
+        return "prompt tokens attend to later ones too, so a longer prompt changes the states of all of them"
     if has_states and config.speculative_config is not None:
         return "with speculative decoding a recurrent state may be of tokens that were rejected"
     if has_states and config.cache_config.mamba_cache_mode != "none":

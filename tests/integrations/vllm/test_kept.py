@@ -6,11 +6,15 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from disagg.integrations.vllm.kept import KeptRequests
+from disagg.integrations.vllm.groups import read_groups
+from disagg.integrations.vllm.kept import KeptRequests, _reason_against
 from disagg.integrations.vllm.metadata import HandOff
 from harness.vllm.engine import PREFILL, Answer, Engine
 from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty, wait_free
@@ -255,6 +259,16 @@ def test_what_is_not_kept(start: Start) -> None:
         (answer,) = engine.generate([prompt], params={"keep": keep}, max_tokens=4)
         assert answer.params is None
     wait_empty(engine)
+
+
+@pytest.mark.parametrize("non_causal", [False, True])
+def test_prompts_that_attend_both_ways_are_not_kept(non_causal: bool) -> None:
+    """HRM-Text: vLLM marks the specs of its layers, and has no prefix cache for it."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.float32, non_causal=non_causal)
+    group = KVCacheGroupSpec(["model.L_module.layers.0.self_attn.attn"], spec)
+    groups = read_groups(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group]))
+    config: Any = SimpleNamespace(speculative_config=None)
+    assert ("a longer prompt changes the states" in _reason_against(config, groups, has_states=False)) is non_causal
 
 
 def test_kept_requests_are_bounded() -> None:
