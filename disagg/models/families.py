@@ -119,6 +119,14 @@ _MAMBA1 = Family(
     names={**_MAMBA, "mamba_d_ssm": "intermediate_size"},
     defaults=_TIED,
 )
+_MIMO_V2 = Family(
+    states={
+        FULL: (make.attention(**_MIMO_V),),
+        SLIDING: (make.attention(heads=make.mimo_window_heads, dim=lambda fields: fields.size("swa_head_dim", "head_dim"),
+                                 window=make.mimo_window, **_MIMO_WINDOW_V),),
+    },
+    rule=rules.mimo,
+)  # fmt: skip
 _GEMMA4 = Family(
     states={**_KV_OR_WINDOW, REUSED: ()},
     rule=rules.full_every_nth(SLIDING, default=6),
@@ -194,14 +202,7 @@ FAMILIES: Mapping[str, Family] = {
         states={FULL: (_KV,), CHUNKED: (make.attention(window=make.chunk),)},
         rule=rules.llama4,
     ),
-    "mimo_v2_flash": Family(
-        states={
-            FULL: (make.attention(**_MIMO_V),),
-            SLIDING: (make.attention(heads=make.mimo_window_heads, dim=lambda f: f.size("swa_head_dim", "head_dim"),
-                                     window=make.mimo_window, **_MIMO_WINDOW_V),),
-        },
-        rule=rules.mimo,
-    ),
+    **_each(_MIMO_V2, "mimo_v2", "mimo_v2_flash"),
     **_each(_UPPER_WINDOWS, "qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
     "qwen2_5_omni_text": replace(_UPPER_WINDOWS, defaults=_TIED),
     "dots1": Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.windows_from),

@@ -316,7 +316,7 @@ SAME_CLASS = {"gpt-sw3": "gpt2", "kimi_k2": "deepseek_v3"}
 """Names in files for which transformers has no class of their own, and the types that it runs them as."""
 IN_EXAMPLES = ("deepseek_v4", "minimax")
 """Architectures with caches of their own, which `examples/transformers_pd` compares instead."""
-IN_VLLM = ("kimi_k3",)
+IN_VLLM = ("kimi_k3", "mimo_v2")
 """Types that transformers does not have. The tests of vLLM's caches have them."""
 OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 48, "intermediate_size": 12}},

@@ -67,7 +67,7 @@ RECIPES = (
     Recipe(model="Qwen3.5-397B-A17B", caches="gdn", kv_heads=2, dtypes=_FP8, drafts="MTP"),
     Recipe(model="Qwen3.8-2.4T-A95B", caches="gdn", kv_heads=2, dtypes=_FP8, drafts="MTP"),
     Recipe(model="MiMo-V2-Flash", caches="mimo", kv_heads=4),
-    Recipe(model="MiMo-V2.5-Pro", caches="mimo", kv_heads=4, drafts="MTP"),
+    Recipe(model="MiMo-V2.5-Pro", caches="mimo", kv_heads=8, drafts="MTP"),
     Recipe(model="MiMo-V2.5", caches="mimo", kv_heads=4, drafts="MTP"),
     Recipe(model="DeepSeek-V3", caches="mla", dcp=True),
     Recipe(model="DeepSeek-V3.1", caches="mla", dtypes=_FP8, dcp=True),

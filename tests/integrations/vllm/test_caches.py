@@ -292,7 +292,7 @@ def test_ranks_with_a_head_each_are_not_taken_for_replicas() -> None:
     """The model has fewer heads than ranks, but layers with a window have as many."""
     made, fields = WINDOWS["MiMo-V2"]
     known = {"model_type": "mimo_v2_flash", "num_hidden_layers": 4, **fields}
-    unknown = {**known, "model_type": "unknown"}
+    unknown = {**known, "model_type": "unknown", "id2label": {0: "a", 1: "b"}}
     for shape in (known, unknown):
         check_move(*(Server(made(), model=shape, layout="BLHNC", tp=4) for _ in range(2)), num_tokens=100)
     decode = Server(made(), model=known, layout="BLHNC", tp=2)

@@ -18,8 +18,8 @@ KIMI = {
     },
 }  # fmt: skip
 MIMO = {
-    "model_type": "mimo_v2_flash", "num_attention_heads": 8, "swa_num_key_value_heads": 8, "head_dim": 32, "v_head_dim": 16,
-    "sliding_window_size": 24, "hybrid_layer_pattern": [0, 1, 1, 0],
+    "num_attention_heads": 8, "swa_num_key_value_heads": 8, "head_dim": 32, "v_head_dim": 16, "sliding_window_size": 24,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
 }  # fmt: skip
 QWEN = {
     "model_type": "qwen3_5_moe", "num_attention_heads": 8, "head_dim": 32, "linear_num_key_heads": 8,
@@ -32,11 +32,12 @@ FOUR, UPPER = range(4), (1, 2, 3)
 def caches_of(recipe: Recipe, dtype: str) -> tuple[list[Layer], Mapping[str, Any]]:
     """Four layers of the recipe's kinds, with few elements, and the fields of the model that matter."""
     heads = recipe.kv_heads
+    mimo = {"model_type": "mimo_v2_flash" if recipe.model == "MiMo-V2-Flash" else "mimo_v2", **MIMO}
     made: dict[str, tuple[list[Layer], dict[str, Any]]] = {
         "gqa": (gqa(FOUR, heads, 32, dtype=dtype), {}),
         "mla": (mla(FOUR, 96, dtype=dtype), {}),
         "windows": ([*gqa((0, 3), heads, 32, dtype=dtype), *gqa((1, 2), heads, 32, window=24, dtype=dtype)], {}),
-        "mimo": ([*gqa((0, 3), heads, 32, v_dim=16), *gqa((1, 2), 8, 32, v_dim=16, window=24)], MIMO),
+        "mimo": ([*gqa((0, 3), heads, 32, v_dim=16), *gqa((1, 2), 8, 32, v_dim=16, window=24)], mimo),
         "gdn": ([*gdn(range(3), 8, 16, 16), *gqa((3,), heads, 32, dtype=dtype)], QWEN),
         "dsa": ([*mla(FOUR, dtype=dtype, sparse=True), *dsa_index((0, 1, 3))], {}),
         "m3": ([*gqa(FOUR, heads, 32, dtype=dtype), *m3_index(UPPER)], {}),
