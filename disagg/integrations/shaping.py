@@ -116,10 +116,10 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
     "CacheConfig": (
         _row(_COMPARED, "formats and scales in the layouts, which may differ where they can be converted, and `kv_scales`", """
             cache_dtype kv_cache_dtype_skip_layers"""),
-        _row(_COMPARED, _MEMORY, """
-            mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len use_kda_recoverssm"""),
+        _row(_COMPARED, _MEMORY, "mamba_cache_dtype mamba_ssm_cache_dtype"),
         _row(_COMPARED, "`windows`: the layers' own", "sliding_window"),
         _row(_REFUSED, "the models that have it, by the specs of their caches", "swa_bounded_replay"),
+        _row(_REFUSED, "vLLM itself, with any connector", "use_replayssm replayssm_buffer_len use_kda_recoverssm"),
         _row(_NONE, "layers that use another layer's states have none of their own", "kv_sharing_fast_prefill"),
         _row(_NONE, _WHERE, """
             block_size user_specified_block_size _block_size_resolved kv_cache_layout prefix_match_unit gpu_memory_utilization

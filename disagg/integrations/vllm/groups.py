@@ -181,8 +181,10 @@ def _check(spec: KVCacheSpec, what: str) -> None:
     """Raise `ConfigError` for a layer whose blocks cannot be described."""
     if isinstance(spec, MambaSpec):
         if len(spec.shapes) != STATES.get(spec.mamba_type.name) or spec.tp_replicated:
-            found = f"{spec.mamba_type.name} of shapes {spec.shapes}"
-            raise ConfigError(f"{what}: expected the states of one of {', '.join(STATES)}, found {found}")
+            expected = ", ".join(f"{count} of {name}" for name, count in STATES.items())
+            copies = ", the same on every rank" if spec.tp_replicated else ""
+            found = f"{len(spec.shapes)} of {spec.mamba_type.name}, of shapes {spec.shapes}{copies}"
+            raise ConfigError(f"{what}: expected the states of a layer ({expected}), divided over the ranks, found {found}")
         return
     read_format(spec, what)
 

@@ -7,11 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config.mamba import MambaBackendEnum
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -21,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
@@ -61,6 +65,10 @@ def register():
 """
 """A plug-in of vLLM with which every platform has what GPUs have."""
 PLAIN = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+REPLAYED = MambaStateShapeCalculator.append_replayssm_ring(
+    ((96, 3), (4, 8, 16)), n_groups=2, tp_world_size=1, logical_window=16, backend=MambaBackendEnum.TRITON
+)
+STATES: dict[str, Any] = {"block_size": 16, "shapes": REPLAYED, "dtypes": (torch.float32,) * len(REPLAYED)}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +88,8 @@ PLAIN = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bf
         (FullAttentionSpec(**PLAIN, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC), "expected a KV cache format whose bytes"),
         (MLAAttentionSpec(**PLAIN, tokens_per_state=4), "expected one state per token, found one per 4 tokens"),
         (MLAAttentionSpec(**{**PLAIN, "dtype": torch.uint8}), "expected a KV cache format whose bytes are described"),
+        (MambaSpec(**STATES), "found 5 of MAMBA2, of shapes"),
+        (MambaSpec(**{**STATES, "shapes": STATES["shapes"][:2]}, tp_replicated=True), r"found 2 of MAMBA2, .* every rank$"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, KVCacheSpec) else "",
 )
@@ -87,6 +97,15 @@ def test_caches_that_are_not_described(spec: KVCacheSpec, found: str) -> None:
     config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["model.layers.0"], spec)])
     with pytest.raises(ConfigError, match=found):
         read_groups(config)
+
+
+def test_vllm_replays_no_states_beside_a_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses such a server before this connector does."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    options = CacheConfig(use_replayssm=True)
+    assert VllmConfig(cache_config=options).cache_config.use_replayssm
+    with pytest.raises(ValueError, match="--use-replayssm is incompatible with KV connectors"):
+        VllmConfig(cache_config=options, kv_transfer_config=KVTransferConfig(**OURS))
 
 
 def test_shuffled_caches_of_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
