@@ -18,6 +18,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -77,6 +78,10 @@ STATES: dict[str, Any] = {"block_size": 16, "shapes": REPLAYED, "dtypes": (torch
         (
             CrossAttentionSpec(**PLAIN),
             "expected full, sliding-window or chunked attention, MLA or recurrent state, found Cross",
+        ),
+        (
+            CircularBufferSpec(**{**PLAIN, "block_size": 8}),
+            "expected full, sliding-window or chunked attention, MLA or recurrent state, found Circular",
         ),
         (RSWASpec(**PLAIN, rswa_window=64), "expected full, sliding-window or chunked attention or MLA, found RSWA"),
         (
