@@ -32,8 +32,7 @@ def release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Ids | None
         return original(scheduler, None)  # type: ignore[no-any-return]
     failed = {each[0] for each in ids if isinstance(each, tuple)}
     for each in scheduler.disagg_decode_transfer_queue.queue:
-        if each.req.rid in failed and each.kv_receiver.conclude_state != KVPoll.Failed:
-            each.kv_receiver.kv_mgr.fail(each.req.bootstrap_room, "the transfer has failed on another pipeline stage")
+        if each.req.rid in failed:
             each.kv_receiver.conclude_state = KVPoll.Failed
     original(scheduler, [rid for rid in ids if isinstance(rid, str)])
     waiting = {each.req.rid for each in scheduler.disagg_decode_transfer_queue.queue}

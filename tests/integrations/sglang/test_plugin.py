@@ -13,7 +13,7 @@ import sglang
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, KVTransferError
 from sglang.srt.managers import data_parallel_controller, io_struct
 from sglang.srt.managers.data_parallel_controller import DataParallelController
 from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import ConfigError
 from disagg.integrations.sglang import TESTED, plugin
+from disagg.integrations.sglang.manager import Owner
 from disagg.integrations.sglang.sender import DisaggKVSender
 
 DEFAULT_APP = "sglang.srt.entrypoints.http_server"
@@ -88,19 +89,23 @@ def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
     assert sent == [(controller.workers[worker], request)]
 
 
+class Ended(Owner):
+    """A receiver of one rank that has ended in this way."""
+
+    def __init__(self, room: Any, poll: KVPoll) -> None:
+        self.bootstrap_room, self.conclude_state, self.clear = room, poll, lambda: None
+        self.failure = "here" if poll == KVPoll.Failed else None
+
+
 class Stage:
     """One of decode's pipeline stages, with requests that have ended there in these ways. It has SGLang's own methods."""
 
     pp_recv: Any
 
     def __init__(self, *, is_first: bool, **polls: KVPoll) -> None:
-        self.failures: dict[str, str] = {}
-        manager = SimpleNamespace(fail=self.failures.__setitem__)
+        self.reasons: dict[str, str] = {}
         queue = [
-            SimpleNamespace(
-                req=SimpleNamespace(rid=rid, bootstrap_room=rid),
-                kv_receiver=SimpleNamespace(conclude_state=poll, kv_mgr=manager),
-            )
+            SimpleNamespace(req=SimpleNamespace(rid=rid, bootstrap_room=rid), kv_receiver=Ended(rid, poll))
             for rid, poll in polls.items()
         ]
         self.pp_group = SimpleNamespace(is_first_rank=is_first)
@@ -120,6 +125,11 @@ class Stage:
         queue = self.disagg_decode_transfer_queue.queue
         popped = [each for each in queue if each.req.rid in rids and each.kv_receiver.conclude_state != KVPoll.Transferring]
         queue[:] = [each for each in queue if each not in popped]
+        for each in popped:
+            if each.kv_receiver.conclude_state == KVPoll.Failed:
+                with pytest.raises(KVTransferError) as raised:
+                    each.kv_receiver.failure_exception()
+                self.reasons[each.req.rid] = raised.value.failure_reason
         return [each.req for each in popped if each.kv_receiver.conclude_state == KVPoll.Success]
 
     def ended(self, *, before: Any = None) -> Any:
@@ -153,7 +163,10 @@ def test_pipeline_stages_of_decode_agree_on_how_transfers_have_ended() -> None:
         assert stage.release(None) is None
         ids = stage.release(ids)
         assert stage.left == (["late"], ["all_ok"])
-    assert [sorted(stage.failures) for stage in stages] == [["second", "third"], ["first", "third"], ["first", "second"]]
+    here = [[name for name, reason in stage.reasons.items() if reason == "here"] for stage in stages]
+    assert here == [["all_failed", "first"], ["all_failed", "second"], ["all_failed", "third"]]
+    others = {reason for stage in stages for reason in stage.reasons.values()} - {"here"}
+    assert others == {"Failed due to an unknown reason from another rank"}
 
 
 @pytest.mark.parametrize(("num_stages", "event"), [(1, None), (2, "after the step")])
