@@ -22,7 +22,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
 
 from disagg.core.errors import ConfigError
-from disagg.core.leases import Lease
 from disagg.integrations.sglang import manager, receiver, sender
 from disagg.integrations.sglang.host import Host, describe
 from disagg.integrations.sglang.plugin import NAME, add_member
@@ -53,8 +52,8 @@ class DisaggKVManager(manager.DisaggKVManager):
         if self.request_status.get(bootstrap_room) != KVPoll.Failed:
             super().update_status(bootstrap_room, status)
 
-    def hold(self, room: int, lease: Lease) -> None:
-        """SGLang does not wait for a lease."""
+    def hold(self, receiver: Any) -> None:
+        """SGLang does not wait for its pages."""
 
 
 class _Sender(CommonKVSender):  # type: ignore[misc]

@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
-from disagg.core.leases import Lease
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.sglang.bootstrap import NO_RANK, BootstrapServers, Prefill, Served, control_address, name_of, named
@@ -78,7 +77,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         self.rooms = Rooms()
         self.waiting: dict[int, Any] = {}
-        self.held: dict[int, list[Lease]] = {}
+        self.held: dict[int, list[Any]] = {}
         self.bootstrap = BootstrapServers()
         self._served: dict[str, Served] = {}
         self._misses: dict[str, int] = {}
@@ -191,13 +190,16 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     # -- release of decode's pages -----------------------------------------------------------------------------------
 
-    def hold(self, room: int, lease: Lease) -> None:
+    def hold(self, receiver: Any) -> None:
         """Keep the pages of a failed request until nothing can write there."""
-        self.held.setdefault(room, []).append(lease)
+        self.held.setdefault(receiver.bootstrap_room, []).append(receiver)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing can write to the pages that failed requests of this room had. SGLang's count is not used."""
-        return all(lease.released for lease in self.held.get(bootstrap_room, ()))
+        """Whether nothing can write to the pages that failed requests of this room had: of several pipeline stages, on none of
+        them. SGLang's count is not used.
+        """
+        held = self.held.get(bootstrap_room, ())
+        return all(each.may_release if self.pp_size > 1 else each.is_drained for each in held)
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         self.held.pop(bootstrap_room, None)

@@ -29,7 +29,10 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
     handle: Receiver | None = None
     prefill: Prefill | None = None
     bootstrap_infos: list[dict[str, Any]] | None = None
+    aux_index: int | None = None
     declined = False
+    may_release = False
+    """Whether nothing can write to the pages on any pipeline stage, as the stages have agreed."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         key = mgr.rooms.enter(bootstrap_room, self)
@@ -118,18 +121,25 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         else:
             self.kv_mgr.host.write_first_token(self.aux_index, payload.first_token, self.bootstrap_room)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing can write to the pages on this rank."""
+        return self.handle is None or self.handle.lease.released
+
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """End the request, here and on prefill. SGLang then waits for `is_abort_release_safe`, if pages were reserved."""
-        if self.handle is not None:
+        """End the request, here and on prefill. If it has pages, SGLang then waits for `is_abort_release_safe`: also on a rank
+        that could not reserve them, since others may have, and all must release theirs together.
+        """
+        if self.aux_index is not None:
             super().ensure_abort_notified(force_arm=force_arm)
-        elif not self.declined:
+        if self.handle is None and not self.declined:
             self.declined = True
             self.kv_mgr.decline(self)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        assert self.handle is not None
-        self.kv_mgr.hold(self.bootstrap_room, self.handle.lease)
-        self.handle.abort("aborted by decode's scheduler")
+        self.kv_mgr.hold(self)
+        if self.handle is not None:
+            self.handle.abort("aborted by decode's scheduler")
 
     def _clear(self) -> None:
         if self.kv_mgr.leave(self):

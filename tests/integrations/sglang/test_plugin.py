@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, KVTransferError
+from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.managers import data_parallel_controller, io_struct
 from sglang.srt.managers.data_parallel_controller import DataParallelController
 from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
@@ -21,7 +23,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import ConfigError
 from disagg.integrations.sglang import TESTED, plugin
-from disagg.integrations.sglang.manager import Owner
+from disagg.integrations.sglang.manager import DisaggKVManager, Owner
+from disagg.integrations.sglang.receiver import DisaggKVReceiver
 from disagg.integrations.sglang.sender import DisaggKVSender
 
 DEFAULT_APP = "sglang.srt.entrypoints.http_server"
@@ -97,6 +100,22 @@ class Ended(Owner):
         self.failure = "here" if poll == KVPoll.Failed else None
 
 
+class Transfers(DecodeTransferQueue):  # type: ignore[misc]
+    """SGLang's queue of one stage, as far as failed requests wait there for their release. It notes which are released."""
+
+    def __init__(self) -> None:
+        self.queue: list[Any] = []
+        self.released: list[int] = []
+        self._deferred_releases: list[Any] = []
+        self.gloo_group, self.enable_host_receive = SimpleNamespace(size=lambda: 1), False
+        self.scheduler = SimpleNamespace(metrics_reporter=SimpleNamespace(enable_metrics=False))
+
+    def _do_release(self, decode_req: Any, idx: int) -> None:
+        room = decode_req.req.bootstrap_room
+        decode_req.kv_receiver.kv_mgr.clear_deferred_abort_state(room)
+        self.released.append(room)
+
+
 class Stage:
     """One of decode's pipeline stages, with requests that have ended there in these ways. It has SGLang's own methods."""
 
@@ -104,15 +123,16 @@ class Stage:
 
     def __init__(self, *, is_first: bool, **polls: KVPoll) -> None:
         self.reasons: dict[str, str] = {}
-        queue = [
+        self.manager: Any = object.__new__(DisaggKVManager)
+        self.manager.pp_size, self.manager.held = 2, {}
+        transfers = self.disagg_decode_transfer_queue = Transfers()
+        transfers.pop_transferred = self.pop_transferred
+        transfers.queue = [
             SimpleNamespace(req=SimpleNamespace(rid=rid, bootstrap_room=rid), kv_receiver=Ended(rid, poll))
             for rid, poll in polls.items()
         ]
         self.pp_group = SimpleNamespace(is_first_rank=is_first)
         self.disagg_decode_prealloc_queue = SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg"))
-        self.disagg_decode_transfer_queue = SimpleNamespace(
-            queue=queue, pop_transferred=self.pop_transferred, resolve_deferred_releases=lambda: None
-        )
         self.enable_hisparse, self.waiting_queue = False, []  # type: ignore[var-annotated]
 
     def get_rids(self, queue: list[Any], _: bool, *groups: list[KVPoll]) -> tuple[list[str], ...]:
@@ -139,6 +159,26 @@ class Stage:
     def release(self, ids: Any) -> Any:
         return SchedulerPPMixin.process_decode_transfer_queue(self, ids)
 
+    def fail(self, room: int, *, attempt: int = 0, is_reserved: bool = True) -> Any:
+        """Fail a request that has pages. Returns the lease of these pages, which is released once nothing can write there."""
+        lease = SimpleNamespace(released=False)
+        receiver: Any = object.__new__(DisaggKVReceiver)
+        receiver.kv_mgr, receiver.bootstrap_room, receiver.bootstrap_addr = self.manager, room, "host:1"
+        receiver.attempt, receiver.aux_index, receiver.bootstrap_infos, receiver.abort_notified = attempt, 0, [{}], False
+        receiver.handle = SimpleNamespace(lease=lease, abort=lambda _: None) if is_reserved else None
+        receiver.ensure_abort_notified(force_arm=True)
+        if receiver.abort_notified:
+            request = SimpleNamespace(req=SimpleNamespace(bootstrap_room=room), kv_receiver=receiver)
+            self.disagg_decode_transfer_queue._deferred_releases.append((request, 0.0, math.inf, 0, 1))
+        else:
+            self.released.append(room)
+        return lease
+
+    @property
+    def released(self) -> list[int]:
+        """The rooms of the failed requests whose pages are free."""
+        return self.disagg_decode_transfer_queue.released
+
     @property
     def left(self) -> tuple[list[str], list[str]]:
         """The requests that it waits for, and those that it runs."""
@@ -156,9 +196,7 @@ def test_pipeline_stages_of_decode_agree_on_how_transfers_have_ended() -> None:
         Stage(is_first=False, all_ok=ok, all_failed=failed, first=ok, second=failed, third=ok, late=waits),
         Stage(is_first=False, all_ok=ok, all_failed=failed, first=ok, second=ok, third=failed, late=ok),
     ]
-    ids = None
-    for stage in stages:
-        ids = stage.ended(before=ids)
+    ids = agree(stages)
     for stage in stages:
         assert stage.release(None) is None
         ids = stage.release(ids)
@@ -167,6 +205,50 @@ def test_pipeline_stages_of_decode_agree_on_how_transfers_have_ended() -> None:
     assert here == [["all_failed", "first"], ["all_failed", "second"], ["all_failed", "third"]]
     others = {reason for stage in stages for reason in stage.reasons.values()} - {"here"}
     assert others == {"Failed due to an unknown reason from another rank"}
+
+
+def agree(stages: list[Stage]) -> Any:
+    ids = None
+    for stage in stages:
+        ids = stage.ended(before=ids)
+    return ids
+
+
+def release(stages: list[Stage], ids: Any) -> list[list[int]]:
+    for stage in stages:
+        ids = stage.release(ids)
+    return [stage.released for stage in stages]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_pipeline_stages_of_decode_release_pages_together(first: int) -> None:
+    """The first one takes the next request for all of them: one with less room would never get to it."""
+    plugin.register()
+    HookRegistry.apply_hooks()
+    stages = [Stage(is_first=True), Stage(is_first=False)]
+    leases = [stage.fail(room=7) for stage in stages]
+    stages[first].fail(room=8)
+    stages[1 - first].fail(room=8, is_reserved=False)
+    leases[first].released = True
+    for _ in range(2):
+        assert release(stages, agree(stages)) == [[], []]
+    leases[1 - first].released = True
+    assert release(stages, agree(stages)) == [[7], [7]]
+
+
+def test_a_room_that_is_used_again_is_released_when_its_last_request_is() -> None:
+    """A stage may hear that nothing can write to the pages of the first one after the second one has failed."""
+    plugin.register()
+    HookRegistry.apply_hooks()
+    stages = [Stage(is_first=True), Stage(is_first=False)]
+    for stage in stages:
+        stage.fail(room=7).released = True
+    ids = agree(stages)
+    leases = [stage.fail(room=7, attempt=1) for stage in stages]
+    leases[1].released = True
+    assert release(stages, ids) == [[], []]
+    leases[0].released = True
+    assert release(stages, agree(stages)) == [[7, 7], [7, 7]]
 
 
 @pytest.mark.parametrize(("num_stages", "event"), [(1, None), (2, "after the step")])
