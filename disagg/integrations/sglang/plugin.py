@@ -210,13 +210,13 @@ def _send_cached(
 
     With several pipeline stages on a GPU the chunk may still be computed. SGLang waits only before it sends the last one.
     """
-    is_ours = scheduler.disagg_prefill_bootstrap_queue.transfer_backend.value == NAME
-    if is_ours and not (last_chunk or scheduler.tree_cache.disable or request.skip_radix_cache_insert):
-        computed = min(request.extend_end, len(request.origin_input_ids)) if end_idx is None else end_idx
-        end_idx = min(computed, request.kv.cache_protected_len)
-        manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
-        if manager.pp_size > 1:
-            request.disagg_kv_sender._early_send_wait_event = manager.host.launched()
+    queue = scheduler.disagg_prefill_bootstrap_queue
+    if queue.transfer_backend.value == NAME and not last_chunk:
+        if not (scheduler.tree_cache.disable or request.skip_radix_cache_insert):
+            computed = min(request.extend_end, len(request.origin_input_ids)) if end_idx is None else end_idx
+            end_idx = min(computed, request.kv.cache_protected_len)
+        if queue.kv_manager.pp_size > 1:
+            request.disagg_kv_sender._early_send_wait_event = queue.kv_manager.host.launched()
     original(scheduler, request, last_chunk=last_chunk, end_idx=end_idx)
 
 

@@ -251,20 +251,24 @@ def test_a_room_that_is_used_again_is_released_when_its_last_request_is() -> Non
     assert release(stages, agree(stages)) == [[7, 7], [7, 7]]
 
 
+@pytest.mark.parametrize("option", [None, "--disable-radix-cache", "skip_radix_cache_insert"])
 @pytest.mark.parametrize(("num_stages", "event"), [(1, None), (2, "after the step")])
-def test_chunks_of_a_pipeline_wait_for_the_step_that_computes_them(num_stages: int, event: str | None) -> None:
-    """SGLang sends them at once where it schedules without overlap."""
+def test_chunks_of_a_pipeline_wait_for_the_step_that_computes_them(
+    num_stages: int, event: str | None, option: str | None
+) -> None:
+    """SGLang sends them at once where it schedules without overlap. What the cache owns of them is sent, or all without one."""
     manager = SimpleNamespace(pp_size=num_stages, host=SimpleNamespace(launched=lambda: "after the step"))
     queue = SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg"), kv_manager=manager)
-    scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=queue, tree_cache=SimpleNamespace(disable=False))
+    cache = SimpleNamespace(disable=option == "--disable-radix-cache")
+    scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=queue, tree_cache=cache)
     sender = SimpleNamespace(_early_send_wait_event=None)
     request = SimpleNamespace(
         extend_end=96,
         origin_input_ids=range(200),
         kv=SimpleNamespace(cache_protected_len=64),
-        skip_radix_cache_insert=False,
+        skip_radix_cache_insert=option == "skip_radix_cache_insert",
         disagg_kv_sender=sender,
     )
     found: list[Any] = []
     plugin._send_cached(lambda *_, end_idx, **__: found.append((end_idx, sender._early_send_wait_event)), scheduler, request)
-    assert found == [(64, event)]
+    assert found == [(64 if option is None else None, event)]

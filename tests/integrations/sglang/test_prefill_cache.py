@@ -50,7 +50,8 @@ class Prefill:
         )
         self.enable_staging = False
         self.disagg_prefill_bootstrap_queue = SimpleNamespace(
-            kv_manager=SimpleNamespace(kv_args=SimpleNamespace(state_types=[])), transfer_backend=TransferBackend("disagg")
+            kv_manager=SimpleNamespace(kv_args=SimpleNamespace(state_types=[]), pp_size=1),
+            transfer_backend=TransferBackend("disagg"),
         )
         self.disagg_metadata_buffers = SimpleNamespace(set_buf=lambda _: None)
         self.disagg_prefill_pending_chunk_rids: set[str] = set()
