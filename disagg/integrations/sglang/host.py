@@ -58,6 +58,7 @@ def host_of(queue: Any) -> Host:
     from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
     check_options(queue.scheduler, get_parallel(), get_exec().features)
+    check_buffers(queue.metadata_buffers)
     transfers = getattr(queue, "transfer_queue", None)
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
@@ -173,6 +174,15 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
     found = [option for option, given in refused.items() if given]
     if found:
         raise ConfigError(f"transfer backend disagg: expected no {found[0]}, which it does not support")
+
+
+def check_buffers(rows: Any) -> None:
+    """Raise `ConfigError` if SGLang's `MetadataBuffers` are not in host memory, where they are read and written."""
+    device = rows.output_ids.device
+    if device.type != "cpu":
+        raise ConfigError(
+            f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL: expected metadata buffers in host memory, found them on {device}; unset it"
+        )
 
 
 def check_windows(queue: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from sglang.srt.disaggregation.utils import MetadataBuffers as SGLangBuffers
 
-from disagg import RemoteProtocolError
+from disagg import ConfigError, RemoteProtocolError
+from disagg.integrations.sglang.host import check_buffers
 from disagg.integrations.sglang.payload import MetadataBuffers, check_metadata, write_first_token
 
 SEED = 8
@@ -99,6 +100,15 @@ def test_rows_of_another_room_are_refused(room: int) -> None:
     rows.bootstrap_room[1, 0] = room
     with pytest.raises(RemoteProtocolError, match=f"payload: bootstrap_room: expected 9, found {room}"):
         check_metadata(rows, 1, room=9, vocabulary=8)
+
+
+def test_buffers_in_gpu_memory_are_refused() -> None:
+    """SGLang puts them there for one value of a variable of Mooncake."""
+    rows = buffers(HIDDEN)
+    check_buffers(rows)
+    rows.output_ids = rows.output_ids.to("meta")
+    with pytest.raises(ConfigError, match=r"SGLANG_MOONCAKE_CUSTOM_MEM_POOL: expected .* in host memory, found .* on meta"):
+        check_buffers(rows)
 
 
 def test_the_first_token_of_another_server() -> None:
