@@ -56,6 +56,8 @@ def register() -> None:
     query = f"{queues}.common.conn.CommonKVReceiver.query_prefill_dp_ranks"
     HookRegistry.register(query, _room_ranks, HookType.AROUND)
     control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+    validate = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+    HookRegistry.register(validate, _check_fields, HookType.AROUND)
     dispatch = "sglang.srt.managers.data_parallel_controller.DataParallelController.follow_bootstrap_room_scheduler"
     HookRegistry.register(dispatch, _dispatch, HookType.AROUND)
     stages = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
@@ -158,6 +160,18 @@ def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *giv
             f"transfer backend disagg: expected no release of 'kv_cache', which peers may write to, found tags {tags}"
         )
     return original(tokenizer, request, *given, **named)
+
+
+def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *given: Any, **named: Any) -> None:
+    """SGLang's check of a request before it is sent to a scheduler. Both it and the HTTP server would end over a list, which
+    SGLang accepts for one prompt as well. Raises `ConfigError`, which is answered with HTTP status 400.
+    """
+    if _is_ours(tokenizer.server_args):
+        for name in ("top_logprobs_num", "logprob_start_len"):
+            found = getattr(request, name, 0)
+            if not isinstance(found, int):
+                raise ConfigError(f"{name}: expected a number for one prompt, found {found!r:.80}")
+    original(tokenizer, request, *given, **named)
 
 
 def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> bool:

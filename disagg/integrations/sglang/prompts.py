@@ -94,9 +94,12 @@ def check_tokens(request: Any, vocabulary: int) -> None:
 
 
 def check_logprobs(request: Any, limit: int) -> None:
-    """Raise `LocalProtocolError` for more log-probabilities of each token than SGLang hands over: its scheduler would end."""
-    if request.return_logprob and request.logprob.top_logprobs_num > limit:
-        raise LocalProtocolError(f"top_logprobs_num: expected at most {limit}, found {request.logprob.top_logprobs_num}")
+    """Raise `LocalProtocolError` for a number of log-probabilities of each token that SGLang does not hand over: its scheduler
+    would end.
+    """
+    found = request.logprob.top_logprobs_num if request.return_logprob else 0
+    if not (isinstance(found, int) and 0 <= found <= limit):
+        raise LocalProtocolError(f"top_logprobs_num: expected 0 to {limit}, found {found!r:.80}")
 
 
 def _rows_digest(rows: Any) -> str:

@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.managers import data_parallel_controller, io_struct
 from sglang.srt.managers.data_parallel_controller import DataParallelController
 from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import ConfigError
@@ -90,6 +91,19 @@ def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
     request = SimpleNamespace(bootstrap_room=room, routed_dp_rank=None)
     DataParallelController.follow_bootstrap_room_scheduler(controller, request)
     assert sent == [(controller.workers[worker], request)]
+
+
+@pytest.mark.parametrize("field", ["top_logprobs_num", "logprob_start_len"])
+def test_a_list_for_one_prompt_does_not_reach_the_scheduler(field: str) -> None:
+    """SGLang checks neither: its scheduler and its HTTP server compare it with a number."""
+    plugin.register()
+    HookRegistry.apply_hooks()
+    options = SimpleNamespace(disaggregation_mode="prefill", disaggregation_transfer_backend="disagg")
+    tokenizer = SimpleNamespace(server_args=options)
+    request = io_struct.GenerateReqInput(text="x", **{field: [5]})
+    request.normalize_batch_and_arguments()
+    with pytest.raises(ConfigError, match=f"{field}: expected a number for one prompt, found"):
+        TokenizerManager._validate_one_request(tokenizer, request, [1])
 
 
 class Ended(Owner):

@@ -20,7 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from disagg import LocalProtocolError
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.sglang.prompts import Prompt, check_tokens, prompt_of
+from disagg.integrations.sglang.prompts import Prompt, check_logprobs, check_tokens, prompt_of
 
 TOKENS = array("q", range(40))
 
@@ -91,3 +91,10 @@ def test_token_ids_that_the_model_does_not_have(ids: list[int], is_refused: bool
     with pytest.raises(LocalProtocolError, match="input_ids: expected 0 to 9, found") if is_refused else nullcontext():
         check_tokens(request, 10)
     check_tokens(SimpleNamespace(**{**vars(request), "multimodal_inputs": object()}), 10)
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(0, False), (128, False), (129, True), (-1, True), ([5], True)])
+def test_numbers_of_log_probabilities_that_sglang_does_not_hand_over(number: Any, is_refused: bool) -> None:
+    request = Req("name", "", TOKENS, SamplingParams(), return_logprob=True, top_logprobs_num=number)
+    with pytest.raises(LocalProtocolError, match="top_logprobs_num: expected 0 to 128") if is_refused else nullcontext():
+        check_logprobs(request, 128)

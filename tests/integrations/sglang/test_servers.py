@@ -27,7 +27,7 @@ from disagg.integrations.sglang.bootstrap import WAIT_S
 from harness.ports import free_ports
 from harness.servers import Reply, Server
 from harness.vllm.models import write_model
-from tests.integrations.sglang.kinds import KINDS, OF_ITS_OWN
+from tests.integrations.sglang.kinds import KINDS, OF_ITS_OWN, TEXT, generate
 from tests.integrations.vllm.requests import prompts
 from tests.integrations.vllm.routers import Direct, HttpAnswer, answer_of, begin, differences, written
 from tests.support.tcp_proxy import proxies
@@ -234,6 +234,11 @@ def test_fields_over_which_a_scheduler_would_end(servers: Servers) -> None:
         with pytest.raises(urllib.error.HTTPError, match="400") as refused:
             server.complete(PROMPTS[0], stream=False, **{**where(servers, next(ROOMS)), **field})
         assert re.search("bootstrap_(room|host|port)|top_logprobs_num", refused.value.read().decode())
+    for server, name in itertools.product((servers.prefill, servers.decode), ("top_logprobs_num", "logprob_start_len")):
+        path, body = generate({"text": TEXT, "return_logprob": True, name: [5], **where(servers, next(ROOMS))})
+        found = Direct(server).ask(path, written(body), ())
+        assert found.status == 400
+        assert f"{name}: expected a number".encode() in found.data
     check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
     check_free(servers)
 
