@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from array import array
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -53,6 +54,7 @@ def register() -> None:
     sending = f"{queues}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk"
     HookRegistry.register(sending, _send_cached, HookType.AROUND)
     HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.prefetch_prefill_dp_rank_queries", _prefetch, HookType.AROUND)
+    HookRegistry.register(f"{queues}.decode.DecodePreallocQueue._match_prefix_and_lock", _match_prefix, HookType.AROUND)
     query = f"{queues}.common.conn.CommonKVReceiver.query_prefill_dp_ranks"
     HookRegistry.register(query, _room_ranks, HookType.AROUND)
     control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
@@ -232,6 +234,19 @@ def _send_cached(
         if queue.kv_manager.pp_size > 1:
             request.disagg_kv_sender._early_send_wait_event = queue.kv_manager.host.launched()
     original(scheduler, request, last_chunk=last_chunk, end_idx=end_idx)
+
+
+def _match_prefix(original: Callable[[Any, Any], Any], queue: Any, request: Any) -> Any:
+    """SGLang's search of decode's radix cache. With replaced embeddings the state of the same token ids is another one: nothing
+    is searched for, as SGLang does on prefill.
+    """
+    if queue.transfer_backend.value != NAME or getattr(request, "positional_embed_overrides", None) is None:
+        return original(queue, request)
+    token_ids, request.origin_input_ids = request.origin_input_ids, array("q")
+    try:
+        return original(queue, request)
+    finally:
+        request.origin_input_ids = token_ids
 
 
 def _ended_ids(original: Callable[[Any], Any], scheduler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Prefill's radix cache: it frees none of the pages that decode may still read."""
+"""SGLang's radix cache: prefill frees no pages that decode may still read, and decode searches none for replaced embeddings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import TransferBackend
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -126,3 +128,20 @@ def test_whole_chunks_are_sent_where_nothing_is_cached(option: str) -> None:
     prefill.compute(request, 32)
     prefill.send(request)
     assert len(prefill.sent["first"]) == 2
+
+
+@pytest.mark.parametrize("has_replaced", [False, True])
+def test_decode_takes_nothing_from_its_cache_for_replaced_embeddings(has_replaced: bool) -> None:
+    """The cache has the state of the token ids. Prefill does the same in SGLang's own code."""
+    cached = Prefill(is_eagle=False)
+    request = cached.request("first")
+    cached.compute(request, 64)
+    queue = object.__new__(DecodePreallocQueue)
+    queue.tree_cache, queue.transfer_backend = cached.tree_cache, TransferBackend("disagg")
+    queue.scheduler = SimpleNamespace(enable_decode_hicache=False)
+    queue._uses_swa_tail_prealloc = lambda: False
+    replaced = PositionalEmbeds(torch.ones(1, 4), [3]) if has_replaced else None
+    second = Req("second", "", TOKENS, SamplingParams(), positional_embed_overrides=replaced)
+    found = queue._match_prefix_and_lock(second)
+    assert found.l1_prefix_len == (0 if has_replaced else 64)
+    assert second.origin_input_ids is TOKENS
