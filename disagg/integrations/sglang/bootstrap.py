@@ -37,6 +37,8 @@ MAX_NBYTES = 1 << 16
 MAX_GROUPS = 1024
 MAX_ASKED = 256
 """How many servers may be asked before answers that nobody came back for are forgotten, and new servers are not asked."""
+MAX_TOLD = 4096
+"""How many ranks of rooms servers may be told at a time. Others are not told: decode does not find these requests."""
 NO_RANK = -1
 """The data-parallel rank of a room whose server gives none. No instance has it, so the request fails."""
 
@@ -69,6 +71,7 @@ class BootstrapServers:
         Thread(target=self._loop.run_forever, name="disagg-bootstrap", daemon=True).start()
         self._asked: dict[str, Future[Served]] = {}
         self._asked_ranks: dict[str, Future[dict[str, int]]] = {}
+        self._told: set[Future[None]] = set()
         self._wait_at = 0.0
 
     def close(self) -> None:
@@ -117,6 +120,15 @@ class BootstrapServers:
         except PeerUnreachable as error:
             logger.warning("%s", error)
             return dict.fromkeys(map(str, rooms), NO_RANK)
+
+    def tell_rank(self, server: str, room: int, rank: int) -> None:
+        """Tell a server the data-parallel rank of a room. Does not wait: decode asks until the server knows."""
+        if len(self._told) >= MAX_TOLD:
+            logger.warning("bootstrap server %s is not told the rank of room %s: others take too long", server, room)
+            return
+        told = asyncio.run_coroutine_threadsafe(_tell_rank(server, room, rank), self._loop)
+        self._told.add(told)
+        told.add_done_callback(self._told.discard)
 
     def _start(
         self, fetch: Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]], server: str, problem: str
@@ -170,6 +182,19 @@ async def _fetch_ranks(session: aiohttp.ClientSession, *, rooms: list[int]) -> d
     for room, rank in ranks.items():
         _check_rank(f"data-parallel rank of room {room}", rank)
     return ranks
+
+
+async def _tell_rank(server: str, room: int, rank: int) -> None:
+    async def post(session: aiohttp.ClientSession) -> None:
+        told = {"bootstrap_room": room, "dp_rank": rank}
+        async with session.post("/register_dp_rank", json=told, allow_redirects=False) as answer:
+            if answer.status != 200:
+                raise ValueError(f"HTTP {answer.status}")
+
+    try:
+        await _limited(post, server, f"does not take the data-parallel rank of room {room}")
+    except PeerUnreachable as error:
+        logger.warning("%s", error)
 
 
 async def _read(asked: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:

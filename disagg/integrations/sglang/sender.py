@@ -53,6 +53,10 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         else:
             mgr.waiting[bootstrap_room] = self
 
+    def _register_prefill_dp_rank(self) -> None:
+        """Of several data-parallel ranks. SGLang waits here for the server, which clients choose."""
+        self.kv_mgr.bootstrap.tell_rank(self.bootstrap_server_url, self.bootstrap_room, self.kv_mgr.attn_dp_rank)
+
     def look(self) -> None:
         """Go on to `WaitingForInput` once decode has reserved. Then it is known which tokens decode has already."""
         mgr, room, handle = self.kv_mgr, self.bootstrap_room, self.handle

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -18,6 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from disagg import PeerUnreachable
 from disagg.integrations.sglang import bootstrap, plugin
 from disagg.integrations.sglang.bootstrap import MAX_NBYTES, BootstrapServers, Prefill, Served, named
+from disagg.integrations.sglang.sender import DisaggKVSender
 
 INSTANCE = {
     "attn_tp_size": 1,
@@ -41,7 +43,9 @@ def server(rows: dict[str, object], *, may_answer: threading.Event | None = None
             self.answer(rows[parse_qs(urlsplit(self.path).query)["prefill_dp_rank"][0]])
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/register_dp_rank":
+                rows["told"] = posted
             self.answer(rows["rooms"])
 
         def answer(self, row: object) -> None:
@@ -236,3 +240,42 @@ def test_a_slow_answer_for_rooms_holds_up_no_step(monkeypatch: pytest.MonkeyPatc
         for _ in range(100):
             assert servers.room_ranks(where, [7]) == {}
         assert not servers._asked_ranks[where].done()
+
+
+def tell(servers: BootstrapServers, where: str) -> None:
+    """Room 7 is of data-parallel rank 3, as SGLang's sender says while its scheduler creates it."""
+    sender = object.__new__(DisaggKVSender)
+    sender.kv_mgr = SimpleNamespace(bootstrap=servers, attn_dp_rank=3)
+    sender.bootstrap_server_url, sender.bootstrap_room = where, 7
+    sender._register_prefill_dp_rank()
+
+
+def test_a_server_that_is_told_a_rank_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 300.0)
+    rows: dict[str, object] = {"rooms": {}}
+    servers = BootstrapServers()
+    with dripping(16) as slow, server(rows) as good:
+        for where in (*slow, good):
+            tell(servers, where)
+        while "told" not in rows or len(servers._told) > len(slow):
+            time.sleep(0.01)
+        assert rows["told"] == {"bootstrap_room": 7, "dp_rank": 3}
+        assert len(servers._told) == len(slow)
+
+
+def test_only_so_many_ranks_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bootstrap, "MAX_TOLD", 2)
+    rows: dict[str, object] = {"rooms": {}}
+    servers = BootstrapServers()
+    with dripping(2) as slow, server(rows) as good:
+        for where in (*slow, good):
+            tell(servers, where)
+        while servers._told:
+            time.sleep(0.01)
+        assert "told" not in rows
+        for where, problem in ((good, "is not told the rank of room 7"), *((each, "no answer within") for each in slow)):
+            assert any(where in message and problem in message for message in caplog.messages)
+        tell(servers, good)
+        while "told" not in rows:
+            time.sleep(0.01)
