@@ -81,6 +81,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.bootstrap = BootstrapServers()
         self._served: dict[str, Served] = {}
         self._misses: dict[str, int] = {}
+        self._located: set[str] = set()
         self._collect_at = self._watch_at = 0.0
         BootstrapServers.current = self.bootstrap
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -257,6 +258,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if gone is not None:
             named_still = {prefill.name for served in self._served.values() for prefill in served.prefills.values()}
             for name in {prefill.name for prefill in gone.prefills.values()} - named_still:
+                self._located.discard(name)
                 self.transfers.remove_peer(name)
 
     def locate(self, receiver: Any) -> Prefill:
@@ -274,6 +276,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             raise PeerUnreachable(
                 f"bootstrap server {receiver.bootstrap_addr} names no data-parallel rank {receiver.prefill_dp_rank}"
             )
+        self._located.add(found.name)
         return found
 
     def decline(self, receiver: Any) -> None:
@@ -302,8 +305,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             self.prefill_info_table.pop(server, None)
 
     def _is_doubtful(self, served: Served) -> bool:
-        """Whether one of the instances that are in use is not ready."""
-        names = {prefill.name for prefill in served.prefills.values()}
+        """Whether one of the instances that are in use is not ready. This rank may never meet the others."""
+        names = {prefill.name for prefill in served.prefills.values()} & self._located
         return any(self.transfers.peer(name).state != "ready" for name in names)
 
     def _watch(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg import LocalProtocolError
-from disagg.integrations.sglang.bootstrap import BootstrapServers
+from disagg.integrations.sglang.bootstrap import BootstrapServers, Prefill, Served
 from disagg.integrations.sglang.manager import DisaggKVManager
 from disagg.integrations.sglang.rooms import Rooms
 
@@ -27,6 +27,7 @@ def manager() -> Any:
     found.rooms, found.waiting, found.bootstrap = Rooms(), {}, BootstrapServers()
     found.prefill_info_table, found.addr_to_rooms_tracker = {}, defaultdict(set)
     found._served, found._misses, found._collect_at, found._watch_at = {}, {}, 0.0, 0.0
+    found._located = set()
     return found
 
 
@@ -40,6 +41,21 @@ def test_only_so_many_instances_are_remembered(manager: Any) -> None:
         assert server in manager.prefill_info_table
     assert len(manager.prefill_info_table) == LIMIT
     assert {busy, often} < manager.prefill_info_table.keys()
+
+
+def test_a_server_is_asked_again_for_instances_that_are_in_use(manager: Any) -> None:
+    """Not for those that this rank never meets, such as those of other data-parallel ranks."""
+    states, server = {"used": "ready", "other": "unknown"}, "h:1"
+    manager.transfers = SimpleNamespace(peer=lambda name: SimpleNamespace(state=states[name]))
+    prefills = {rank: Prefill(name, f"tcp://{name}", 0) for rank, name in enumerate(states)}
+    manager._served[server] = Served(None, prefills, asked_s=0.0)
+    manager.prefill_info_table[server] = object()
+    assert manager.locate(SimpleNamespace(bootstrap_addr=server, prefill_dp_rank=0)).name == "used"
+    manager.check_prefill(server)
+    assert server in manager.prefill_info_table
+    states["used"] = "connecting"
+    manager.check_prefill(server)
+    assert server not in manager.prefill_info_table
 
 
 @pytest.mark.parametrize("host", ["x" * 301, "", 5])
