@@ -62,7 +62,7 @@ class SlotFacts:
     """One tensor of recurrent state: one layer, with a slot per request.
 
     `axes` and `shape` describe a slot on this rank. The axis `sharded` is divided over tensor-parallel ranks, each of `blocks`
-    by itself. `None`: every rank has the same bytes.
+    by itself. `None`: every rank has the same bytes. `component` is that of the tensor: some have other layers.
     """
 
     role: str
@@ -72,6 +72,7 @@ class SlotFacts:
     dtype: str
     sharded: str | None = None
     blocks: tuple[Block, ...] = ()
+    component: str = "ssm"
 
 
 @dataclass(frozen=True, kw_only=True)

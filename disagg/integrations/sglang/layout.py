@@ -76,7 +76,7 @@ def components(kv_args: KVArgs, own: Facts) -> list[Component]:
         _scales("window_scales", own.window_kv, states.pop("block_scale_swa", []), kv_args.page_size, own),
         _pages("index_k", own.index_k, states.pop("minimax_index_k", []), kv_args.page_size, own),
         *_compressed(own, states.pop("qsa_compressed", []), states.pop("qsa_pending", []), kv_args.page_size),
-        _slots(own, states.pop("mamba", [])),
+        *_slots(own, states.pop("mamba", [])),
         *_index(own, states.pop("dsa", []), kv_args.page_size),
         *_index_tails(own, states.pop("dsa_tail", [])),
         _ring(own.ring, states.pop("swa_ring", []), own),
@@ -240,20 +240,19 @@ def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> Ra
     return RawTensor(entry.pointer, (rows, *shape), tuple(reversed(strides)), dtype, rank.device)
 
 
-def _slots(own: Facts, entries: Sequence[_Entry]) -> Component | None:
-    """Recurrent state: the facts are in the order of the buffers."""
+def _slots(own: Facts, entries: Sequence[_Entry]) -> Iterator[Component]:
+    """Recurrent state, and what has the same slot: the facts are in the order of the buffers."""
     _check_count("ssm", entries, len(own.slots))
-    if not own.slots:
-        return None
-    roles: dict[str, Role] = {}
-    tensors: dict[str, dict[int, RawTensor]] = {}
+    found: dict[str, tuple[dict[str, Role], dict[str, dict[int, RawTensor]]]] = {}
     for slot, entry in zip(own.slots, entries, strict=True):
+        roles, tensors = found.setdefault(slot.component, ({}, {}))
         if slot.role not in roles:
             roles[slot.role] = _slot_role(slot)
             tensors[slot.role] = {}
         tensors[slot.role][slot.layer] = _paged(entry, slot.shape, slot.dtype, own)
-    state = State(name="ssm", rows="slot", layers=(), roles=tuple(roles.values()))
-    return state.component(tensors, topology=own.topology)
+    for name, (roles, tensors) in found.items():
+        state = State(name=name, rows="slot", layers=(), roles=tuple(roles.values()))
+        yield state.component(tensors, topology=own.topology)
 
 
 def _slot_role(slot: SlotFacts) -> Role:

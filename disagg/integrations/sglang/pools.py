@@ -290,7 +290,9 @@ def _index(pool: Any, layers: tuple[int, ...]) -> IndexFacts | None:
 
 
 def _slots(mamba: Any, config: Any, topology: Topology) -> tuple[SlotFacts, ...]:
-    """The tensors of recurrent state, in the order in which `KVArgs` list them, with their axes in the order of memory."""
+    """The tensors of recurrent state, in the order in which `KVArgs` list them, with their axes in the order of memory. SGLang
+    lists the PLE state of Qwen4-Exp with them: its n-gram context is of no layer.
+    """
     found = []
     for role, tensor, axis, layer in mamba._iter_transfer_state_entries():
         what = f"mamba_pool, {role} of layer {layer}"
@@ -310,12 +312,13 @@ def _slots(mamba: Any, config: Any, topology: Topology) -> tuple[SlotFacts, ...]
         found.append(
             SlotFacts(
                 role=role,
-                layer=layer,
+                layer=0 if role == "ple_ngram" else layer,
                 axes=tuple(axes[i] for i in order),
                 shape=tuple(shape[i] for i in order),
                 dtype=_dtype(tensor.dtype),
                 sharded=None if axis is None else axes[axis],
                 blocks=blocks,
+                component=role if role.startswith("ple_") else "ssm",
             )
         )
     return tuple(found)

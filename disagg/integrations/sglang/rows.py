@@ -69,7 +69,6 @@ def state_rows(
 
 _SLOTS = ("mamba", "qsa_pending")
 _COMPONENTS = {
-    "mamba": ("ssm",),
     "swa": ("window",),
     "dsa": ("index",),
     "block_scale": ("kv_scales",),
@@ -79,11 +78,13 @@ _COMPONENTS = {
     "qsa_compressed": ("compressed",),
     "qsa_pending": ("pending", "positions"),
 }
-"""The components of the model for each of SGLang's kinds of state."""
+"""The components of the model for each of SGLang's kinds of state. Those of "mamba" are in the facts."""
 
 
 def _components(kind: str, facts: Facts) -> list[str]:
     """The components of a kind of state, of the model and of its draft runners."""
+    if kind == "mamba":
+        return list(dict.fromkeys(slot.component for slot in facts.slots))
     found = list(_COMPONENTS[kind])
     for number, draft in enumerate(facts.drafts):
         has = {

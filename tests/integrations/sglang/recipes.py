@@ -67,7 +67,7 @@ RECIPES = (
     Recipe("dots3", "latents, windows in a pool of their own", "", POOLS, ("latents with windows",)),
     Recipe("DeepSeek-V3, Kimi K2", "latents in FP4", "MTP", POOLS, ("latents in FP4",)),
     Recipe("MiniMax-M3", "GQA, index keys", "", POOLS, ("minimax",)),
-    Recipe("Qwen4-Exp", "GDN, compressed index keys", "MTP", POOLS, ("qsa",)),
+    Recipe("Qwen4-Exp", "GDN, compressed index keys, n-gram context", "MTP", POOLS, ("qsa",)),
     Recipe("Kimi K3, Kimi-Linear", "latents", "decode DCP", REFUSED, ("dcp_size",)),
     Recipe("Kimi-Linear, Qwen3.5, Inkling", "", "unified memory pool", REFUSED, ("enable_unified_memory",)),
     Recipe("DeepSeek-V4", "compressed latents", "HiSparse, or without", REFUSED,

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
 )
+from sglang.srt.mem_cache.ple_state_pool import NGramPool, ShortConvPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
@@ -123,6 +124,10 @@ def qsa_pool(tp: int, layers: list[int], recurrent: list[int]) -> tuple[QSAToken
     dtypes = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
     params = Mamba2CacheParams(shape=shape, layers=recurrent, dtype=dtypes)
     states = MambaPool(size=7, spec_state_size=0, cache_params=params, mamba_layer_ids=recurrent, device="cpu")
+    if recurrent:
+        convolutions = ShortConvPool(size=7, state_shape=(24, 9), layer_ids=[1, 2], dtype=torch.bfloat16, device="cpu")
+        states.register_slot_state(convolutions)
+        states.register_slot_state(NGramPool(size=7, context_len=2, eos_token_id=5, device="cpu"))
     pool = QSATokenToKVPool(dtype=torch.bfloat16, full_attention_layer_ids=layers, mamba_pool=states, qsa_index_kv_heads=2,
                             qsa_index_head_dim=32, qsa_compress_ratio=RATIO, qsa_token_topk=16, num_request_slots=SLOTS,
                             **paged(64, tp))  # fmt: skip
@@ -130,7 +135,7 @@ def qsa_pool(tp: int, layers: list[int], recurrent: list[int]) -> tuple[QSAToken
 
 
 def qsa(tp: int) -> Pools:
-    """Qwen4-Exp with its MTP layer."""
+    """Qwen4-Exp with its MTP layer, and with n-gram embeddings (PLE) in two layers."""
     pool, params = qsa_pool(tp, [1, 3], [0, 2])
     draft, _ = qsa_pool(tp, [0], [])
     return Pools(
@@ -186,11 +191,10 @@ class Rank(RealMemory):
         """Copy what every rank of a group has."""
         theirs, args = other.kv_args(), self.kv_args()
         for number, kind in enumerate(args.state_types):
-            if kind.value in ("minimax_index_k", "qsa_pending", "qsa_compressed"):
-                copies = zip(
-                    args.state_data_ptrs[number], theirs.state_data_ptrs[number], args.state_data_lens[number], strict=True
-                )
-                for to, at, nbytes in copies:
+            is_alike = kind.value in ("minimax_index_k", "qsa_pending", "qsa_compressed")
+            lists = args.state_data_ptrs[number], theirs.state_data_ptrs[number], args.state_data_lens[number]
+            for buffer, (to, at, nbytes) in enumerate(zip(*lists, strict=True)):
+                if is_alike or (kind.value == "mamba" and args.state_dim_per_tensor[number][buffer] == 0):
                     ctypes.memmove(to, at, nbytes)
 
     def slots(self, pages: Any, start: int, stop: int) -> torch.Tensor:
@@ -222,6 +226,9 @@ class Rank(RealMemory):
         if isinstance(kv, MiniMaxSparseKVPool):
             for layer in kv.sparse_layer_id_mapping:
                 yield f"index key {layer}", kv.get_index_k_buffer(layer)[at], None
+        for sibling in getattr(getattr(kv, "mamba_pool", None), "_slot_siblings", ()):
+            for role, state, _, layer in sibling.iter_transfer_state_entries():
+                yield f"{role} {layer}", state[[request.slot]], None
         for name, pool in (("model", kv), ("draft", self.draft)):
             if isinstance(pool, QSATokenToKVPool):
                 ring = request.slot * RATIO + torch.arange(RATIO)
