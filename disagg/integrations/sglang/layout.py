@@ -249,6 +249,10 @@ def _slots(own: Facts, entries: Sequence[_Entry]) -> Iterator[Component]:
         if slot.role not in roles:
             roles[slot.role] = _slot_role(slot)
             tensors[slot.role] = {}
+        if slot.layer in tensors[slot.role]:
+            raise ConfigError(
+                f"component {slot.component!r}, tensor {slot.role!r}: expected one buffer for layer {slot.layer}, found several"
+            )
         tensors[slot.role][slot.layer] = _paged(entry, slot.shape, slot.dtype, own)
     for name, (roles, tensors) in found.items():
         state = State(name=name, rows="slot", layers=(), roles=tuple(roles.values()))

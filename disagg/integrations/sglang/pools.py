@@ -338,8 +338,13 @@ def _conv_blocks(config: Any, what: str) -> tuple[Block, ...]:
     shape = config.mamba2_cache_params.shape if config is not None else None
     if shape is None:
         raise ConfigError(f"{what}: expected a configuration of recurrent layers, found none")
-    if shape.conv_shard_groups is not None:
-        return tuple(Block(size, 1) for size in shape.conv_shard_groups)
+    sizes = getattr(shape, "conv_shard_groups", None)
+    if sizes is not None:
+        return tuple(Block(size, 1) for size in sizes)
+    if not hasattr(shape, "conv_dim"):
+        raise ConfigError(
+            f"{what}, conv_shard_groups: expected the blocks of its channels, found {type(shape).__name__} without"
+        )
     if shape.conv_dim == shape.intermediate_size:
         return (Block(shape.intermediate_size, 1),)
     groups = next((getattr(config, name) for name in ("mamba_n_groups", "n_groups") if hasattr(config, name)), None)

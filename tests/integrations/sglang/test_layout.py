@@ -200,3 +200,14 @@ def test_what_contradicts_the_facts_is_refused(changes: dict[str, object], messa
     states = {f"state_{name}": [each] * 2 for name, each in zip(("data_ptrs", "data_lens", "item_lens"), lists, strict=True)}
     with pytest.raises(ConfigError, match=message):
         components(SimpleNamespace(**{**vars(args), **states, **changes}), memory.facts())
+
+
+def test_a_second_buffer_of_a_role_and_layer_is_refused() -> None:
+    """The first one would not be moved. SGLang's Zaya has two convolutions in a layer."""
+    memory = Memory(GDN, Topology())
+    facts = memory.facts()
+    first, second, *others = facts.slots
+    facts = replace(facts, slots=(first, replace(second, layer=first.layer), *others))
+    reason = f"component 'ssm', tensor 'conv': expected one buffer for layer {first.layer}, found several"
+    with pytest.raises(ConfigError, match=reason):
+        components(memory.kv_args(), facts)

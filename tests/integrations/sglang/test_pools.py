@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.configs.inkling import InklingConvCacheParams, InklingConvStateShape
 from sglang.srt.configs.mamba_utils import (
     KimiLinearCacheParams,
     KimiLinearStateShape,
@@ -296,6 +297,22 @@ def test_pools_that_are_not_known_are_refused() -> None:
     del pools.recurrent_config.mamba_n_groups
     with pytest.raises(ConfigError, match="mamba_pool, conv of layer 0, conv_shard_groups: expected the blocks of 56 channels"):
         read_facts(pools, rank)
+
+
+def test_convolutions_without_their_sizes_are_refused() -> None:
+    """Inkling has six of them in a layer, and SGLang does not say how their channels are divided."""
+    shape = InklingConvStateShape(conv=[(3, 16)] * 6, temporal=(0, 0, 0))
+    params = InklingConvCacheParams(shape=shape, layers=[0, 1])
+    _, pools = window(1)
+    states = MambaPool(size=7, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 1], device="cpu")
+    pools = replace(
+        pools,
+        requests=SimpleNamespace(mamba_pool=states),
+        recurrent_config=SimpleNamespace(mamba2_cache_params=params),
+    )
+    reason = "mamba_pool, conv of layer 0, conv_shard_groups: expected the blocks of its channels, found InklingConvStateShape"
+    with pytest.raises(ConfigError, match=reason):
+        read_facts(pools, Topology())
 
 
 STORAGES: dict[str, Any] = {
