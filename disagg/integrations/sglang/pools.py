@@ -178,6 +178,10 @@ def _windows(what: str, pool: Any, config: Any, topology: Topology) -> PageFacts
 def _full(what: str, pool: Any) -> tuple[Any, tuple[int, ...]]:
     """The pool of full attention, and the layers in it by their numbers in the model."""
     if _name(pool) == WINDOWS:
+        if _name(pool.full_kv_pool) == "DSATokenToKVPool":
+            raise ConfigError(
+                f"{what}, full_kv_pool: expected no index keys, since SGLang does not hand them over, found DSATokenToKVPool"
+            )
         return pool.full_kv_pool, _by_kind(pool, window=False)
     if _name(pool) in RECURRENT:
         return pool.full_kv_pool, tuple(pool.full_attention_layer_id_mapping)

@@ -64,7 +64,7 @@ RECIPES = (
     Recipe("Llama 3.1, Qwen3", "FP8", "a draft in bfloat16", POOLS, ("FP8",)),
     Recipe("DeepSeek-V3, V3.2", "latents in FP8, also packed with scales", "", POOLS,
            ("latents in FP8", "latents in FP8, packed")),
-    Recipe("dots3", "latents, windows in a pool of their own", "", POOLS, ("latents with windows",)),
+    Recipe("dots3 without an index", "latents, windows in a pool of their own", "", POOLS, ("latents with windows",)),
     Recipe("DeepSeek-V3, Kimi K2", "latents in FP4", "MTP", POOLS, ("latents in FP4",)),
     Recipe("MiniMax-M3", "GQA, index keys", "", POOLS, ("minimax",)),
     Recipe("Qwen4-Exp", "GDN, compressed index keys, n-gram context", "MTP", POOLS, ("qsa",)),

@@ -102,7 +102,7 @@ def latents_packed(_: int) -> Pools:
 
 
 def latents_windows(_: int) -> Pools:
-    """dots3: latents in both halves."""
+    """dots3 without an index: latents in both halves."""
     given = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "page_size": 16, "device": "cpu", "enable_memory_saver": False}
     pool = SWAKVPool(size_swa=16 * PAGES, swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1],
                      dtype=torch.bfloat16, token_to_kv_pool_class=MLATokenToKVPool, full_kv_pool_kwargs=given,
@@ -291,6 +291,19 @@ def test_other_pages_of_interleaved_scales_are_refused() -> None:
         LayoutError, match=r"component 'draft_scales', tensor 'k_scale', axis .*: (global size|granule): .* at the peer"
     ):
         copy(ranks[:1], ranks[1:], at[:1], at[1:])
+
+
+def test_index_keys_beside_windows_are_refused() -> None:
+    """dots3 with an index: SGLang hands over the pages of windows only."""
+    given: dict[str, Any] = {"page_size": 64, "device": "cpu", "enable_memory_saver": False, "qk_rope_head_dim": 32}
+    given["kv_lora_rank"] = 64
+    with get_parallel().override(attn_dcp_size=1):
+        pool = SWAKVPool(size_swa=64 * PAGES, swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1],
+                         dtype=torch.bfloat16, full_kv_pool_class=DSATokenToKVPool, swa_kv_pool_class=MLATokenToKVPool,
+                         full_kv_pool_kwargs={**given, "index_head_dim": 128, "kv_cache_dim": 96},
+                         swa_kv_pool_kwargs=given, **paged(64, 1))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"token_to_kv_pool, full_kv_pool: expected no index keys, .* found DSATokenToKVPool"):
+        read_facts(Pools(kv=pool, config=config(), window=WINDOW), Topology())
 
 
 def test_index_values_are_refused() -> None:
