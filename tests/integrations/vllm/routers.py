@@ -228,7 +228,7 @@ ADDED = {"text", "content", "arguments", "reasoning", "reasoning_content", "delt
 
 def answer_of(reply: HttpAnswer) -> Any:
     """What was answered, for a comparison: without names, times and caches, with the parts of a stream put together, since a
-    server may join several of its events.
+    server may join several of its events. Each event of SGLang's `/generate` has the whole answer so far.
     """
     lines = reply.data.splitlines()
     if not any(line.startswith(b"data: ") for line in lines):
@@ -236,7 +236,8 @@ def answer_of(reply: HttpAnswer) -> Any:
     found: dict[str, Any] = {}
     for line in lines:
         if line.startswith(b"data: {"):
-            found = joined(found, plain(json.loads(line[len(b"data: ") :])))
+            part = json.loads(line[len(b"data: ") :])
+            found = plain(part) if "meta_info" in part else joined(found, plain(part))
     return {**found, "is_done": b"data: [DONE]" in lines}
 
 
