@@ -237,8 +237,15 @@ def answer_of(reply: HttpAnswer) -> Any:
     for line in lines:
         if line.startswith(b"data: {"):
             part = json.loads(line[len(b"data: ") :])
-            found = plain(part) if "meta_info" in part else joined(found, plain(part))
+            found = longer(found, plain(part)) if "meta_info" in part else joined(found, plain(part))
     return {**found, "is_done": b"data: [DONE]" in lines}
+
+
+def longer(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The answer of an event, which goes on where the one before it ended."""
+    for name in found.keys() & {"text", "output_ids"}:
+        assert other[name][: len(found[name])] == found[name], (name, found, other)
+    return other
 
 
 def plain(found: Any) -> Any:
