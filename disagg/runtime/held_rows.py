@@ -20,7 +20,7 @@ class HeldRows:
     """The last receive that each row was given to, and the number of sends that read it. Thread-safe.
 
     Several sends may read one row, such as a page of a common prefix. Rows of a send that was aborted, or whose lease is
-    quarantined, count as free: the send has failed, so nobody uses what is read there.
+    quarantined, count as free: the send has failed, so the data that it reads is not used.
     """
 
     def __init__(self, placements: Mapping[str, Placement]) -> None:

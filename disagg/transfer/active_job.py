@@ -129,8 +129,8 @@ class ActiveJob:
         return self._report.error != ""
 
     def _poll(self) -> int:
-        """Take what has settled; report the end of the job once nothing is left, or it has failed and nothing reads its rows.
-        Returns how much has settled.
+        """Poll transfers, and report the end of the job once none is left, or once it has failed and nothing reads its rows.
+        Returns how many transfers have settled.
         """
         if not self.in_flight():
             return 0

@@ -241,7 +241,7 @@ def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> Ra
 
 
 def _slots(own: Facts, entries: Sequence[_Entry]) -> Iterator[Component]:
-    """Recurrent state, and what has the same slot: the facts are in the order of the buffers."""
+    """Recurrent state, and other state in the same slots. The facts are in the order of the buffers."""
     _check_count("ssm", entries, len(own.slots))
     found: dict[str, tuple[dict[str, Role], dict[str, dict[int, RawTensor]]]] = {}
     for slot, entry in zip(own.slots, entries, strict=True):

@@ -23,7 +23,7 @@ attempt the failed ones that wait for their release, if nothing can write to the
 
 
 def ended_ids(scheduler: Any) -> Ids:
-    """SGLang's `_pp_pd_get_decode_transferred_ids`: what has ended on this stage and all before it."""
+    """SGLang's `_pp_pd_get_decode_transferred_ids`: the requests that have ended on this stage and all earlier ones."""
     before = None if scheduler.pp_group.is_first_rank else scheduler._pp_recv_pyobj_from_prev_stage()
     transfers = scheduler.disagg_decode_transfer_queue
     ended, failed = scheduler.get_rids(transfers.queue, False, [KVPoll.Success, KVPoll.Failed], [KVPoll.Failed])

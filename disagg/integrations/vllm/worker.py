@@ -78,7 +78,7 @@ class WorkerHalf:
         """The public keys of other servers, if this one has keys."""
         self._caches: tuple[Cache, ...] = ()
         self._leader: RankAddress | None = None
-        self._is_cuda, self._is_alone = False, True
+        self._is_cuda = False
         self._is_written = bool(getattr(kv, "needs_kv_cache_zeroing", False)) or _frees_early(config)
         """Whether steps that were launched before a load may still write its blocks. vLLM clears some, and by its role
         gives others away too early. Inside `MultiConnector` that role is not this connector's.
@@ -147,8 +147,9 @@ class WorkerHalf:
         self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
         self._trusted = frozenset(settings["peer_keys"].values())
         keys = settings["keys"]
-        self._is_alone = not isinstance(get_kv_transfer_group(), MultiConnector)
-        return RankAddress(manager.name, manager.address, None if keys is None else keys.public, self._is_alone)
+        is_alone = not isinstance(get_kv_transfer_group(), MultiConnector)
+        self._is_written |= not is_alone
+        return RankAddress(manager.name, manager.address, None if keys is None else keys.public, is_alone)
 
     @property
     def address(self) -> RankAddress | None:
@@ -414,7 +415,7 @@ class WorkerHalf:
             **self._source(load.hand_off),
             rows=self._rows(load.blocks, start=0, incremental=None),
             need={cache.name: load.needs[cache.group.index] for cache in self._caches},
-            ready=_recorded_event() if self._is_cuda and (self._is_written or not self._is_alone) else None,
+            ready=_recorded_event() if self._is_cuda and self._is_written else None,
             deadline_s=self._options.max_hold_s if load.hand_off.remote_num_tokens is None else self._options.load_timeout_s,
             tag=weakref.ref(receive),
             label=load.req_id,
