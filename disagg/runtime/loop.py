@@ -149,9 +149,11 @@ class Loop:
         now = time.monotonic()
         if work or self._commands.pending or self._worker.has_reports or (self._spin_s and self._worker.step()):
             self._awake_until = max(self._awake_until, now + self._spin_s)
-        elif not arrived and now < self._awake_until and now < self._next_due() and not self._dispatch.not_ready:
+        elif not arrived and now < self._awake_until and now < self._next_due():
             self._busy_poll(min(self._awake_until, self._next_due()) - now)
-            return
+            if not self._dispatch.not_ready:
+                return
+            now = time.monotonic()
         self._commands.run_all(now)
         if self._dispatch.not_ready:
             self._dispatch.take_ready(now)
@@ -192,7 +194,8 @@ class Loop:
         meanwhile would otherwise wait for Python's turns here.
         """
         completions, all_native = self._worker.completions()
-        self.channel.busy_poll(seconds if all_native else min(seconds, BUSY_POLL_S), completions)
+        is_native = all_native and not self._dispatch.not_ready
+        self.channel.busy_poll(seconds if is_native else min(seconds, BUSY_POLL_S), completions)
         if self._worker.step():
             self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
 

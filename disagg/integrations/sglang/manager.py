@@ -84,6 +84,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._located: set[str] = set()
         self._collect_at = self._watch_at = 0.0
         BootstrapServers.current = self.bootstrap
+        if not server_args.log_requests:
+            logging.getLogger("disagg.requests").setLevel(logging.WARNING)  # a line for each takes the scheduler's time
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.enable_deferred_decode_kv_release = True
         if disaggregation_mode == DisaggregationMode.DECODE:

@@ -143,7 +143,7 @@ class RankProcess:
             check_scales=self._check_scales,
             launched=lambda: self.running,
         )
-        return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(), self.memory.model.heads is None)
+        return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(log_requests=False), self.memory.model.heads is None)
 
     def kv_args(self) -> SimpleNamespace:
         return self.memory.kv_args(
