@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, KVConnectorWorkerMetadata
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -66,6 +66,7 @@ def _add_names() -> None:
     MLAAttentionSpec.cache_role = SimpleNamespace(value="latent")
     MLAAttentionSpec.head_size_v = property(lambda _: 0, lambda *_: None)
     MambaSpec.tp_replicated = False
+    ParallelConfig.elastic_ep_max_dp_size = property(lambda own: own.data_parallel_size)
     VllmConfig.diffusion_config = VllmConfig.watermark_config = None
     SpeculativeConfig.uses_draft_kv_cache = lambda own: own.use_eagle() or own.uses_draft_model()
     SpeculativeConfig.use_multi_module_mtp = lambda _: False

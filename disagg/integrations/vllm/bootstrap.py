@@ -23,19 +23,29 @@ from disagg.integrations.options import Options
 logger = logging.getLogger(__name__)
 
 MAX_NBYTES = 1 << 12
-MAX_REPLICAS = 1024
 TIMEOUT_S = 5.0
 RETRY_S = 0.5
+
+
+def num_replicas(parallel: Any) -> int:
+    """How many replicas answer at this replica's HTTP server. A replica of a dense model finds `data_parallel_size` 1 in its
+    configuration; of several with one HTTP server on each host, it does not learn how many they are.
+    """
+    if parallel.local_engines_only:
+        return int(parallel.data_parallel_size_local)
+    return int(parallel.data_parallel_size if parallel.enable_elastic_ep else parallel.elastic_ep_max_dp_size)
 
 
 class Bootstrap:
     """The names of a server's replicas, by their rank. Raises `ConfigError` if the port cannot be had."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, max_replicas: int = 1) -> None:
         self._replicas: dict[int, str] = {}
+        most = max_replicas
 
         class Handler(_Handler):
             replicas = self._replicas
+            max_replicas = most
 
         class Server(ThreadingHTTPServer):
             address_family = AF_INET6 if ":" in host else AF_INET
@@ -56,7 +66,7 @@ class Bootstrap:
         if parallel.local_engines_only:  # each host, or each replica, has an HTTP server of its own
             rank = parallel.data_parallel_rank_local or 0
         if rank == 0:
-            served = cls(host, options.bootstrap_port)
+            served = cls(host, options.bootstrap_port, max_replicas=parallel.elastic_ep_max_dp_size)
             served.add(rank, name)
             return served
         first = host if is_loopback(host) or parallel.local_engines_only else parallel.data_parallel_master_ip
@@ -77,12 +87,13 @@ class Bootstrap:
 class _Registration(msgspec.Struct):
     """What another replica than the first says, or anybody who reaches the port."""
 
-    dp_rank: Annotated[int, msgspec.Meta(ge=1, lt=MAX_REPLICAS)]
+    dp_rank: Annotated[int, msgspec.Meta(ge=1)]
     engine_id: str
 
 
 class _Handler(BaseHTTPRequestHandler):
     replicas: dict[int, str]
+    max_replicas: int
     timeout = TIMEOUT_S
 
     def do_GET(self) -> None:
@@ -102,6 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
             given = msgspec.json.decode(data, type=_Registration)
         except (ValueError, TypeError, RecursionError) as error:
             self.send_error(400, f"{type(error).__name__}: {error}")
+            return
+        if given.dp_rank >= self.max_replicas:
+            self.send_error(400, f"dp_rank: expected one of {self.max_replicas} replicas, found {given.dp_rank}")
             return
         self.replicas[given.dp_rank] = given.engine_id
         self._answer({})

@@ -62,8 +62,10 @@ class KeptRequests:
         self._requests: dict[str, Kept] = {}
         """By vLLM's ids, the oldest first."""
 
-    def reason_against(self, hand_off_id: str, num_blocks: int, *, is_stopped: bool = False) -> str:
+    def reason_against(self, req_id: str, hand_off_id: str, num_blocks: int, *, is_stopped: bool = False) -> str:
         """Why a request cannot be kept; empty if it can."""
+        if req_id in self._requests:
+            return "another request of the same id is kept"
         if num_blocks > self._max_blocks and not is_stopped:
             return f"expected at most {self._max_blocks} blocks (kept_share), found {num_blocks}"
         if any(kept.hand_off.remote_request_id == hand_off_id for kept in self._requests.values()):
@@ -157,7 +159,9 @@ class Keeper:
         request_id = new_request_id().hex() if given is True else str(given)
         num_blocks = sum(block != 0 for ids in blocks for block in ids)  # not those that windows have left
         reason = self._reason or self._problem(request, blocks, num_tokens) or problem_of_id(request_id, "keep")
-        if reason := reason or self._requests.reason_against(request_id, num_blocks, is_stopped=bool(move_id)):
+        if reason := reason or self._requests.reason_against(
+            request.request_id, request_id, num_blocks, is_stopped=bool(move_id)
+        ):
             logger.warning("request %s: it is not kept: %s", request.request_id, reason)
             return None
         digests = [] if self._is_exact else [digest for _, digest in self._prompts.beginnings(request, num_tokens)]

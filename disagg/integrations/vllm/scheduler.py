@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from disagg.core.rows import TokenRange
 from disagg.integrations.handoff import OTHER_PROMPT, Payload
 from disagg.integrations.options import Options
-from disagg.integrations.vllm.bootstrap import Bootstrap
+from disagg.integrations.vllm.bootstrap import Bootstrap, num_replicas
 from disagg.integrations.vllm.groups import Group, num_handed_over, read_groups
 from disagg.integrations.vllm.kept import Keeper, give_back, touch
 from disagg.integrations.vllm.metadata import (
@@ -55,8 +55,14 @@ NUM_LOADED = 4096
 NUM_SHARED = 1024
 ONE_OF_SEVERAL = re.compile(r"\d+_(.+)", re.DOTALL)
 """VLLM's id of each of the `n` answers to a prompt: its number, and what all have in common (`ParentRequest`)."""
+LATER_ANSWER = re.compile(r"[1-9]\d*_.+", re.DOTALL)
+"""VLLM's id of an answer that is not the first one to its prompt."""
 LATER_PROMPT = re.compile(r"cmpl-.+-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
 """VLLM's id of a prompt that is not the first one of a list. It returns the first one's `kv_transfer_params` only."""
+NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
+"""What the proxy of a request learns of which nothing is handed over. Some proxies take `null` for an error, or send decode
+what they have sent prefill.
+"""
 
 Transfer = tuple[str, str, str, int]
 """Which request of which server is loaded: the server's name and address, the request's id, and its attempt."""
@@ -193,8 +199,10 @@ class SchedulerHalf:
             return
         self._moves.add(request, reason=self.keeper.reason)
         self._give_up_own(request)
+        if LATER_PROMPT.fullmatch(_prompt_id(request)):
+            _use(request)  # the hand-off is that of the first prompt
         self._queue.add(request)
-        if not params.get("do_remote_decode"):
+        if not params.get("do_remote_decode") or not self._config.kv_transfer_config.is_kv_producer:
             return
         given = transfer_id(params)
         if not self._is_first(request, given):
@@ -224,10 +232,12 @@ class SchedulerHalf:
         """Whether a request is the first of those that share a hand-over: the answers to one prompt, and the prompts of a list,
         of which decode loads one. Nobody would come for those of the others.
         """
-        if given is not None:
-            return all(prefill.request_id != given for prefill in self._prefills.values())
         prompt_id = _prompt_id(request)
-        return prompt_id not in self._shared and LATER_PROMPT.fullmatch(prompt_id) is None
+        if LATER_PROMPT.fullmatch(prompt_id):
+            return False
+        if given is not None:
+            return not _is_later_answer(request) and all(each.request_id != given for each in self._prefills.values())
+        return prompt_id not in self._shared
 
     def _begin(self, request: Request, request_id: bytes, *, first_token: bool) -> Prefill | None:
         """A request that can be handed over, cut to what is; `None` for another one."""
@@ -348,7 +358,7 @@ class SchedulerHalf:
         if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring
             logger.debug("request %s: its blocks are held until decode has its state", req_id)
             self._step.held.append(req_id)
-        return prefill.is_ended, params
+        return prefill.is_ended, params or dict(NOTHING)
 
     def _decline_unresolved(self, request: Request) -> None:
         """Decline the hand-off of a request that has ended, if none has loaded it."""
@@ -384,18 +394,18 @@ class SchedulerHalf:
         if self._leader is None:
             return None
         kept = self.keeper.keep(request, blocks, self._place(self._leader), self._step, move_id=move_id)
-        return kept or self.keeper.answer(request) or self._params_of_one_token(request)
+        return kept or self.keeper.answer(request) or self._without_hand_off(request)
 
-    def _params_of_one_token(self, request: Request) -> dict[str, Any] | None:
-        """The answer to a prompt of one token, of which nothing is handed over: where decode finds this server's requests, and
-        how many replicas the server has. A proxy that asks both servers at once begins with such a request.
+    def _without_hand_off(self, request: Request) -> dict[str, Any] | None:
+        """The answer to a request of which nothing is handed over. That to a prompt of one token says where decode finds this
+        server's requests, and how many replicas the server has: a proxy that asks both servers at once begins with one.
         """
-        params, parallel = request.kv_transfer_params or {}, self._config.parallel_config
-        if not params.get("do_remote_decode") or num_handed_over(request.num_prompt_tokens) > 0 or self._leader is None:
+        if not (request.kv_transfer_params or {}).get("do_remote_decode") or self._leader is None:
             return None
-        replicas = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+        if num_handed_over(request.num_prompt_tokens) > 0:
+            return dict(NOTHING)
         place = msgspec.structs.asdict(self._place(self._leader))
-        return {"do_remote_prefill": False, "do_remote_decode": False, **place, "remote_replicas": replicas}
+        return {**NOTHING, **place, "remote_replicas": num_replicas(self._config.parallel_config)}
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
@@ -411,8 +421,8 @@ class SchedulerHalf:
         if hand_off is not None and _transfer(hand_off) in self._loading.values():
             return None, False
         self._unplaced = request
-        if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
-            _use(request)
+        if hand_off is not None and (_transfer(hand_off) in self._loaded or _is_later_answer(request)):
+            _use(request)  # an attempt is received once, for the first answer, which another replica may have
             return 0, False
         stop = 0 if hand_off is None else self._num_loadable(request, hand_off, num_computed)
         self._offered[request.request_id] = num_computed, stop
@@ -505,7 +515,7 @@ class SchedulerHalf:
         Another connector stores all blocks of a request that are full, so it must not see one that is loaded in part.
         """
         common = _num_common(request, hand_off)
-        if self._exact and (hand_off.remote_num_tokens or 0) > common:
+        if self._exact and ((hand_off.remote_num_tokens or 0) > common or request.prompt_embeds is not None):
             return 0
         is_alone = self._leader is None or self._leader.is_alone
         if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
@@ -563,6 +573,10 @@ def _prompt_id(request: Request) -> str:
     """The id of a request, or what it has in common with the other answers to its prompt."""
     several = ONE_OF_SEVERAL.fullmatch(request.request_id)
     return request.request_id if several is None else several[1]
+
+
+def _is_later_answer(request: Request) -> bool:
+    return LATER_ANSWER.fullmatch(request.request_id) is not None
 
 
 def _num_common(request: Request, hand_off: HandOff) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.config import ParallelConfig
 
 from disagg.core.errors import ConfigError
 from disagg.integrations.options import Options
-from disagg.integrations.vllm.bootstrap import Bootstrap
+from disagg.integrations.vllm.bootstrap import Bootstrap, num_replicas
 from disagg.integrations.vllm.metadata import HandOff, Place, transfer_id
 from harness.ports import free_ports
 
@@ -35,7 +36,10 @@ REFUSED = (
         b'{"a": ' + b"[" * 4000,
         b'{"dp_rank": 1, "engine_id": "%s"}' % (b"a" * 5000),
     ),
-    *(b'{"dp_rank": %s, "engine_id": "other"}' % rank for rank in (b'"a"', b"0", b"-1", b"1024", b"1e999", b"NaN", b"true")),
+    *(
+        b'{"dp_rank": %s, "engine_id": "other"}' % rank
+        for rank in (b'"a"', b"0", b"-1", b"2", b"1024", b"1e999", b"NaN", b"true")
+    ),
 )
 
 
@@ -46,6 +50,7 @@ def replica(rank: int, *, local: bool = False) -> Any:
         data_parallel_rank_local=0 if local else rank,
         data_parallel_master_ip="127.0.0.1",
         local_engines_only=local,
+        elastic_ep_max_dp_size=2,
     )
 
 
@@ -102,6 +107,15 @@ def test_replicas_are_known_by_rank() -> None:
     assert again is not None
     assert {rank: entry["engine_id"] for rank, entry in query(port).items()} == {"0": "other"}
     again.close()
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_the_number_of_replicas(is_dense: bool) -> None:
+    """A replica of a dense model is one of its own for vLLM."""
+    parallel = ParallelConfig(data_parallel_size=2)
+    if is_dense:
+        parallel.reconfigure_for_independent_dp_rank()
+    assert (num_replicas(parallel), parallel.data_parallel_size) == (2, 1 if is_dense else 2)
 
 
 @pytest.mark.parametrize("field", ["remote_request_id", "remote_beginnings", "remote_engine_id", "remote_num_tokens"])

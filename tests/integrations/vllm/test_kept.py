@@ -285,7 +285,7 @@ def test_kept_requests_are_bounded() -> None:
         match choose.randrange(4):
             case 0 | 1:
                 hand_off = HandOff(remote_engine_id="e", remote_address="a", remote_request_id=name)
-                reason = kept.reason_against(name, count)
+                reason = kept.reason_against(name, name, count)
                 assert bool(reason) is (count > 20)
                 if not reason:
                     blocks = [next(numbers) for _ in range(count)]
@@ -293,7 +293,8 @@ def test_kept_requests_are_bounded() -> None:
                     given_up = kept.add(name, hand_off, blocks)
                     reports[name] = 0
                     open_[name] = hand_off, count
-                    assert kept.reason_against(name, 1).startswith("another request")
+                    assert kept.reason_against("other", name, 1).startswith("another request is kept by the id")
+                    assert kept.reason_against(name, "other", 1) == "another request of the same id is kept"
             case 2:
                 given_up = kept.give_up(choose.randint(-3, 30))
             case _:

@@ -194,5 +194,5 @@ def test_a_prompt_of_tokens_and_embeddings_is_not_cut(start: Start) -> None:
     (alone,) = prefill.generate([tokens], max_tokens=1, **mixed)
     (answer,) = prefill.generate([tokens], params=PREFILL, max_tokens=1, **mixed)
     check_equal([alone], [answer])
-    assert answer.params is None
+    assert answer.params == {"do_remote_prefill": False, "do_remote_decode": False}
     wait_empty(prefill)

@@ -400,7 +400,7 @@ def test_list_of_prompts_on_prefill(pair: tuple[Engine, Engine]) -> None:
     first, second = prefill.wait(
         [prefill.add(prompt, params=PREFILL, max_tokens=1, name=name) for prompt, name in zip(asked, names, strict=True)]
     )
-    assert second.params is None
+    assert second.params == {"do_remote_prefill": False, "do_remote_decode": False}
     (found,) = decode.wait([decode.add(asked[0], params=first.params, max_tokens=6)])
     assert found.num_external == 299
     check_equal(decode.generate(asked[:1], max_tokens=6), [found])
@@ -418,7 +418,7 @@ def test_requests_that_the_proxy_gives_up(pair: tuple[Engine, Engine]) -> None:
     second = prefill.add(computing, params={**PREFILL, "remote_request_id": names[1]})
     given_up = [prefill.add([0], params={"abort_request_id": name}) for name in names]
     prefill.wait([second, *given_up])
-    assert prefill.answers[second].params is None
+    assert prefill.answers[second].params == {"do_remote_prefill": False, "do_remote_decode": False}
     wait_empty(prefill)
 
 
@@ -487,7 +487,7 @@ def test_preemption(pair: tuple[Engine, Engine], at_once: bool) -> None:
     loading += [decode.add(prompt, params=one.params, max_tokens=6) for prompt, one in zip(asked, held, strict=False)]
     (again,) = prefill.wait([computing])
     if at_once:
-        assert again.params is None
+        assert again.params == {"do_remote_prefill": False, "do_remote_decode": False}
     else:
         assert again.params is not None
         assert again.params["remote_attempt"] > 0

@@ -157,13 +157,23 @@ class Server:
     def num_free(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, num_tokens: int, params: Mapping[str, Any], *, max_tokens: int = 2, text: int = 0) -> Request:
+    def add(
+        self,
+        num_tokens: int,
+        params: Mapping[str, Any],
+        *,
+        max_tokens: int = 2,
+        text: int = 0,
+        name: str = "",
+        embeddings: torch.Tensor | None = None,
+    ) -> Request:
         request = Request(
-            request_id=f"request-{next(NUMBERS)}",
+            request_id=name or f"request-{next(NUMBERS)}",
             prompt_token_ids=prompt(num_tokens, text),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}),
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK, sha256),
+            prompt_embeds=embeddings,
         )
         self.scheduler.add_request(request)
         return request
@@ -225,7 +235,11 @@ def server(model: Callable[[str], Path]) -> Start:
     init_none_hash(sha256)
 
     def make(
-        num_blocks: int = 64, policy: str = "recompute", specs: Sequence[KVCacheSpec] = (FULL,), budget: int | None = None
+        num_blocks: int = 64,
+        policy: str = "recompute",
+        specs: Sequence[KVCacheSpec] = (FULL,),
+        budget: int | None = None,
+        role: str = "kv_both",
     ) -> Server:
         config = EngineArgs(
             model=str(model("llama")),
@@ -238,7 +252,7 @@ def server(model: Callable[[str], Path]) -> Start:
             kv_transfer_config=KVTransferConfig(
                 kv_connector="DisaggConnector",
                 kv_connector_module_path="disagg.integrations.vllm",
-                kv_role="kv_both",
+                kv_role=role,
                 kv_load_failure_policy=policy,
             ),
         ).create_engine_config()
@@ -383,6 +397,66 @@ def test_a_request_is_loaded_from_a_server_that_was_restarted(server: Start) -> 
     decode.check_empty()
 
 
+@pytest.mark.parametrize("name", ["{}_cmpl-a-0-0123abcd", "cmpl-a-{}-0123abcd"], ids=["answer", "prompt"])
+def test_only_the_first_answer_and_the_first_prompt_take_a_hand_over(server: Start, name: str) -> None:
+    """The others may come to another replica, which must neither load nor decline it."""
+    decode, given = server(), handed_over()
+    later = decode.add(80, dict(given), name=name.format(1))
+    told, *_ = decode.step()
+    assert (told.loads, told.declines) == ([], [])
+    decode.run(later)
+    first = decode.add(80, dict(given), text=1, name=name.format(0))
+    told, *_ = decode.step()
+    assert [load.req_id for load in told.loads] == [first.request_id]
+    decode.step(finished_recving={first.request_id})
+    decode.run(first)
+    decode.check_empty()
+
+
+@pytest.mark.parametrize(("specs", "num_loads"), [((FULL,), 1), ((FULL, WINDOW), 0)])
+def test_embeddings_are_loaded_of_plain_models_only(server: Start, specs: Sequence[KVCacheSpec], num_loads: int) -> None:
+    """A server with windows prefills them for itself, so there is nothing that a policy could let fail."""
+    decode = server(policy="fail", specs=specs)
+    request = decode.add(80, handed_over(), embeddings=torch.zeros(80, 256))
+    told, *_ = decode.step()
+    assert (len(told.loads), len(told.declines)) == (num_loads, 1 - num_loads)
+    if told.loads:
+        decode.step(finished_recving={request.request_id})
+    decode.run(request)
+    decode.check_empty()
+
+
+def test_a_later_prompt_does_not_end_the_hand_over_of_the_first(server: Start) -> None:
+    """Both have the id that the proxy has chosen. Nothing is handed over of a prompt of one token."""
+    prefill, params = server(), {**PREFILL, "transfer_id": "chosen"}
+    first = prefill.add(80, params, max_tokens=1, name="cmpl-a-0-0123abcd")
+    told, _, (output,) = prefill.step()
+    assert len(told.finishes) == 1
+    assert output.kv_transfer_params["remote_num_tokens"] == 79
+    for num_tokens in (1, 40):
+        later = prefill.add(num_tokens, params, max_tokens=1, text=1, name="cmpl-a-1-0123abcd")
+        told, *_ = prefill.step()
+        assert later.is_finished()
+        assert (told.given_up, told.openings, told.aborts) == ([], [], [])
+    prefill.step(finished_sending={first.request_id})
+    prefill.check_empty()
+
+
+@pytest.mark.parametrize(("role", "num_tokens"), [("kv_both", 1), ("kv_producer", 1), ("kv_consumer", 5)])
+def test_the_answer_that_nothing_is_handed_over(
+    server: Start, role: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill ends before it has read an adapter; decode is no prefill, whatever a proxy sends it."""
+    monkeypatch.setattr(Prompts, "is_known", lambda *_: False)
+    prefill = server(role=role)
+    request, answers = prefill.add(80, PREFILL, max_tokens=5), []
+    while not request.is_finished():
+        answers += prefill.step()[2]
+    assert request.num_output_tokens == num_tokens
+    assert answers[-1].kv_transfer_params == {"do_remote_prefill": False, "do_remote_decode": False}
+    prefill.check_empty()
+
+
 def test_of_two_hand_overs_in_a_request_one_is_loaded(server: Start) -> None:
     """Its blocks come back, although the load has failed and may still write them for a while."""
     decode = server()
@@ -469,7 +543,7 @@ def test_a_step_has_what_the_hooks_have_noted_whatever_fails_in_it(
     assert computed.keys() == {broken.request_id, whole.request_id}
     assert [load.req_id for load in told.loads] == [loading.request_id]
     assert [finish.req_id for finish in told.finishes] == [whole.request_id]
-    assert [output.kv_transfer_params is not None for output in outputs] == [False, True]
+    assert [output.kv_transfer_params["do_remote_prefill"] for output in outputs] == [False, True]
     for cost in (
         "no kept request makes room",
         "are not renewed in this step",
