@@ -11,7 +11,7 @@ PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py
 unexport PYTHONDONTWRITEBYTECODE
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm test-vllm-next demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm test-vllm-moves test-vllm-once test-vllm-next demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,9 +50,17 @@ test-models: setup ## Compare tokens and logits of every described model, and mo
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py \
 	  tests/examples/test_transformers_pd.py tests/commands/test_bench_processes.py $(PYTEST_ARGS)
 
+vllm_pytest = $$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations -m "not nightly"
+vllm_moves = $(foreach name,kept moves turns,tests/integrations/vllm/test_$(name).py)
+
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
-	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations -m "not nightly" \
-	  tests/integrations/vllm $(PYTEST_ARGS)
+	@$(vllm_pytest) tests/integrations/vllm $(PYTEST_ARGS)
+
+test-vllm-moves: ## Run those of test-vllm about next turns, requests that move, and random requests
+	@$(vllm_pytest) $(vllm_moves) $(PYTEST_ARGS)
+
+test-vllm-once: ## Run the others of test-vllm: state that moves once
+	@$(vllm_pytest) tests/integrations/vllm $(addprefix --ignore ,$(vllm_moves)) $(PYTEST_ARGS)
 
 test-vllm-next: ## Run the same tests with the Python files of vLLM 0.33 and the CPU kernels of 0.32, and servers of both versions
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_next_env.sh) && \
