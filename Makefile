@@ -14,7 +14,7 @@ CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 .PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm test-vllm-moves test-vllm-once test-vllm-next demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 setup: ## Create the virtual environment, install packages, build the extension module
 	@scripts/setup.sh

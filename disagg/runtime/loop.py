@@ -194,8 +194,11 @@ class Loop:
         meanwhile would otherwise wait for Python's turns here.
         """
         completions, all_native = self._worker.completions()
-        is_native = all_native and not self._dispatch.not_ready
-        self.channel.busy_poll(seconds if is_native else min(seconds, BUSY_POLL_S), completions)
+        if not all_native:
+            seconds = min(seconds, BUSY_POLL_S)
+        elif self._dispatch.not_ready:
+            seconds = min(seconds, READY_POLL_S)
+        self.channel.busy_poll(seconds, completions)
         if self._worker.step():
             self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
 
