@@ -1184,7 +1184,9 @@ class Proxy:
         """Ask a prefill server and decode, or decode alone if there is none that can prefill the request."""
         decode, own = given.server, given.own
         failure: Exception = Failed("no prefill server")
-        for url in itertools.islice(self._prefills, self._num_prefills):
+        urls = list(itertools.islice(self._prefills, self._num_prefills))  # other requests take turns meanwhile
+        next(self._prefills)
+        for url in urls:
             try:
                 prefill = await self._client.server(url, headers)
                 if reason := reason_against(prefill, decode, request.path, body):

@@ -189,16 +189,20 @@ async def started(
     *,
     retry_s: float = 0.0,
     others: Sequence[str] = (),
+    other_prefills: Sequence[str] = (),
     keep: bool = False,
     num_prefills: int = 1,
 ) -> AsyncIterator[Pair]:
-    """`others` are addresses of decode that come before that of `decode`. `num_prefills`: how often prefill is given."""
+    """`others` are addresses of decode that come before that of `decode`, and `other_prefills` those of prefill.
+    `num_prefills`: how often prefill is given.
+    """
     async with AsyncExitStack() as stack:
         for server in (prefill, decode):
             application = web.Application(client_max_size=1 << 30)
             application.router.add_route("*", "/{path:.*}", server.handle)
             server.url = f"http://127.0.0.1:{await serve(stack, application)}"
-        proxy = Proxy([prefill.url] * num_prefills, [*others, decode.url], retry_s=retry_s, keep=keep)
+        prefills = [*other_prefills, *[prefill.url] * num_prefills]
+        proxy = Proxy(prefills, [*others, decode.url], retry_s=retry_s, keep=keep)
         port = await serve(stack, proxy.application())
         client = await stack.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
         yield Pair(prefill, decode, client, port)
@@ -478,6 +482,27 @@ def test_decode_computes_what_prefill_cannot(respond: Respond) -> None:
         await until(lambda: given_up(pair) == names[:1])  # decode hears it from prefill too
 
     run(scenario, StandIn(respond), StandIn(waits))
+
+
+def test_requests_at_once_find_the_prefill_server_that_listens() -> None:
+    """Each asks every server, also while others take turns."""
+
+    async def scenario(pair: Pair) -> None:
+        answers = await asyncio.gather(*(pair.post(COMPLETION) for _ in range(8)))
+        assert [status for status, _, _ in answers] == [200] * 8
+        assert len(names()) == 8
+
+    def names() -> set[str]:
+        found = (body["kv_transfer_params"].get("remote_request_id") for body in prefill.bodies())
+        return {name for name in found if name}
+
+    async def loads(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if params := asked.body.get("kv_transfer_params"):
+            await until(lambda: params["remote_request_id"] in names())
+        return await decodes(request, asked)
+
+    prefill = StandIn(prefills)
+    run(scenario, prefill, StandIn(loads), other_prefills=["http://127.0.0.1:1"])
 
 
 def test_a_failing_decode_server_gives_503() -> None:
