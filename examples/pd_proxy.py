@@ -313,7 +313,8 @@ class Client:
             if not answer.ok:
                 raise Failed(f"{answer.url}: {answer.status} {(await answer.text())[:300]}")
             rank = await read_json(answer)
-        name = URL.build(scheme="tcp", host=rank["rank_ip"], port=int(rank["rank_port"])).authority
+        host = rank["rank_ip"].strip("[]")  # SGLang writes IPv6 addresses with and without brackets
+        name = URL.build(scheme="tcp", host=host, port=int(rank["rank_port"])).raw_authority
         return {"remote_engine_id": name, "remote_address": f"tcp://{name}"}
 
     @asynccontextmanager

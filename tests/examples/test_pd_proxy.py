@@ -472,6 +472,25 @@ def test_sglang_prefill_refuses_while_vllm_decode_waits(status: int) -> None:
     run(scenario, prefill, StandIn(hangs))
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_sglang_prefill_has_an_ipv6_address(host: str) -> None:
+    """SGLang writes it with and without brackets. In its name, and for vLLM, it has them."""
+
+    async def respond(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.path.startswith("/route"):
+            return web.json_response({"rank_ip": host, "rank_port": 7000})
+        return await decodes(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        prefill.info = web.json_response({"disaggregation_bootstrap_port": int(prefill.url.rpartition(":")[2])})
+        assert (await pair.post(COMPLETION))[0] == 200
+        told = pair.decode.bodies()[0]["kv_transfer_params"]
+        assert (told["remote_engine_id"], told["remote_address"]) == ("[::1]:7000", "tcp://[::1]:7000")
+
+    prefill = sglang(respond)
+    run(scenario, prefill, StandIn(decodes))
+
+
 @pytest.mark.parametrize("respond", [says(500, {"error": "dead"}), says(503, {"error": "busy"})], ids=["500", "503"])
 def test_decode_computes_what_prefill_cannot(respond: Respond) -> None:
     async def scenario(pair: Pair) -> None:
