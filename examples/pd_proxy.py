@@ -66,7 +66,7 @@ KEEP_ALIVE_S = 2.0
 """How long a connection to a server stays open without a request. Servers close it after 5 s; a request just then fails."""
 DRAIN_INTERVAL_S = 0.05
 """How often a server that drains is looked at."""
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 DONE = b"data: [DONE]\n\n"
 INCOMPLETE = "\ufffd"
 """How a text ends whose last character is not complete."""
@@ -151,7 +151,7 @@ ACROSS = SAME | {(VLLM, SGLANG), (SGLANG, VLLM)}
 ROUTES = {
     "/v1/completions": Route(ACROSS, {"stream": False, "n": 1}, "max_tokens"),
     "/v1/chat/completions": Route(ACROSS, {"stream": False, "n": 1}, "max_tokens"),
-    "/v1/responses": Route(SAME, {"stream": False, "store": False, "background": False}, "max_output_tokens"),
+    "/v1/responses": Route(SAME, {"stream": False, "store": False}, "max_output_tokens"),
     "/v1/messages": Route(frozenset({(VLLM, VLLM)}), {"stream": False}, "max_tokens"),
     "/generate": Route(frozenset({(SGLANG, SGLANG)}), {"stream": False}),
 }
@@ -499,6 +499,8 @@ def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> st
         return f"{path}: {prefill.engine} hands over nothing to {decode.engine} there"
     if has_several_prompts(body) and not (prefill.is_sglang and decode.is_sglang):
         return "prompt: expected one, found a list: vLLM hands over one prompt of a request"
+    if path == RESPONSES and body.get("background"):
+        return "background: decode answers before it has the state of the prompt"
     several = [count for count in num_answers(body) if count not in (None, 1)]
     if decode.is_sglang and several:  # they would share a room
         return f"n: expected 1, found {several[0]!r:.40}: SGLang hands over one answer to a prompt; send a request for each"

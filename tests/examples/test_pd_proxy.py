@@ -635,7 +635,7 @@ def test_a_client_cannot_choose_it_further_inside_of_a_body(path: str, body: Any
         ("/v1/completions", {"max_tokens": 1, "n": 1}),
         ("/v1/chat/completions", {"max_tokens": 1, "n": 1}),
         ("/v1/messages", {"max_tokens": 1}),
-        ("/v1/responses", {"max_output_tokens": 1, "store": False, "background": False}),
+        ("/v1/responses", {"max_output_tokens": 1, "store": False}),
     ],
 )
 def test_vllm_prefills_one_token_for_each_path(path: str, fields: dict[str, Any]) -> None:
@@ -650,6 +650,19 @@ def test_vllm_prefills_one_token_for_each_path(path: str, fields: dict[str, Any]
         assert {**second, "kv_transfer_params": None} == {**body, "kv_transfer_params": None}
 
     run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+def test_decode_alone_computes_a_response_in_the_background() -> None:
+    """It answers at once, and the end of its answer would end prefill."""
+    body = {"input": "a", "store": True, "background": True}
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(body, path="/v1/responses"))[1] == '{"status": "queued"}'
+        assert (pair.prefill.asked, pair.decode.bodies("/v1/responses")) == ([], [body])
+        assert (await pair.post({**body, "background": False}, path="/v1/responses"))[0] == 200
+        assert len(pair.prefill.bodies("/v1/responses")) == 1
+
+    run(scenario, StandIn(prefills), StandIn(says(200, {"status": "queued"})))
 
 
 KEPT = {"remote_request_id": "of the server", "remote_keep_s": 60.0}
