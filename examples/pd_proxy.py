@@ -35,6 +35,7 @@ from aiohttp import (
     ClientResponse,
     ClientSession,
     ClientTimeout,
+    DummyCookieJar,
     StreamReader,
     TCPConnector,
     web,
@@ -1044,6 +1045,7 @@ class Proxy:
         async with ClientSession(
             connector=TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=ClientTimeout(total=None, sock_connect=5),
+            cookie_jar=DummyCookieJar(),  # one client's are not for others
             read_bufsize=1 << 20,
         ) as session:
             self._client = Client(session)

@@ -192,15 +192,16 @@ async def started(
     other_prefills: Sequence[str] = (),
     keep: bool = False,
     num_prefills: int = 1,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Pair]:
     """`others` are addresses of decode that come before that of `decode`, and `other_prefills` those of prefill.
-    `num_prefills`: how often prefill is given.
+    `num_prefills`: how often prefill is given. `host`: what the proxy calls this machine.
     """
     async with AsyncExitStack() as stack:
         for server in (prefill, decode):
             application = web.Application(client_max_size=1 << 30)
             application.router.add_route("*", "/{path:.*}", server.handle)
-            server.url = f"http://127.0.0.1:{await serve(stack, application)}"
+            server.url = f"http://{host}:{await serve(stack, application)}"
         prefills = [*other_prefills, *[prefill.url] * num_prefills]
         proxy = Proxy(prefills, [*others, decode.url], retry_s=retry_s, keep=keep)
         port = await serve(stack, proxy.application())
@@ -392,6 +393,18 @@ def test_a_server_that_wants_a_key_gets_the_clients() -> None:
         assert (status, text) == (401, '{"error": "Unauthorized"}')
 
     run(scenario, StandIn(prefills), guarded)
+
+
+def test_a_cookie_of_one_answer_is_not_sent_with_other_requests() -> None:
+    """They may be another client's."""
+
+    async def scenario(pair: Pair) -> None:
+        for path in ("/v1/completions", "/v1/completions", "/other"):
+            assert (await pair.post(COMPLETION, path=path))[2]["Set-Cookie"] == "session=one"
+        assert not [asked for asked in [*pair.prefill.asked, *pair.decode.asked] if "Cookie" in asked.headers]
+
+    decode = StandIn(says(200, {"choices": []}, {"Set-Cookie": "session=one"}))
+    run(scenario, StandIn(prefills), decode, host="localhost")
 
 
 def test_a_server_that_is_not_ready_is_asked_again() -> None:
