@@ -352,7 +352,8 @@ class Conversations:
             if name in self._kept:
                 since_s, task = self._kept.pop(name)
                 with suppress(TimeoutError):
-                    kept = await asyncio.wait_for(task, TURN_WAIT_S)
+                    async with asyncio.timeout(TURN_WAIT_S):
+                        kept = await task
                     return kept if kept and time.monotonic() < since_s + kept["remote_keep_s"] else None
                 return None
         return None
@@ -487,11 +488,14 @@ def is_told(found: Body | None, told: Body) -> bool:
     return found is not None and all(found.get(name, 0) == told.get(name, 0) for name in names)
 
 
-async def end(task: asyncio.Task[Any]) -> None:
-    """Cancel a request that nobody waits for."""
-    task.cancel()
-    with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
-        await task
+async def end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel requests that nobody waits for. Raises `CancelledError` only if the caller is cancelled meanwhile."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
+            task.result()
 
 
 def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> str:
@@ -1236,10 +1240,11 @@ class Proxy:
         finally:
             has_ended = prefilling.done() and not prefilling.cancelled()
             is_refused = has_ended and isinstance(prefilling.exception(), Refused)
-            await end(prefilling)
-            await end(answering)
-            if not is_taken and not is_refused:
-                self._client.give_up(attempt)
+            try:
+                await end(prefilling, answering)
+            finally:
+                if not is_taken and not is_refused:
+                    self._client.give_up(attempt)
 
     async def _check_prefill(
         self,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse, ClientSession, web
 
-from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Proxy, beginnings
+from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end
 
 WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
 COMPLETION = {"model": "model", "prompt": "Prefill computes, decode", "max_tokens": 4}
@@ -1146,6 +1146,49 @@ def test_a_client_that_leaves(prefill: Respond, decode: Respond, phase: Callable
         await until(lambda: pair.decode.num_cut == (decode in (hangs, streams)))
 
     run(scenario, StandIn(first), StandIn(decode), retry_s=30)
+
+
+def test_a_client_that_leaves_while_decode_says_what_it_keeps() -> None:
+    """Its handler does not go on, although it has what it waits for."""
+
+    async def scenario() -> None:
+        async def says_it() -> Mapping[str, Any]:
+            await asyncio.sleep(0)
+            handler.cancel()
+            return KEPT
+
+        conversations = Conversations()
+        conversations.put([b"one"], asyncio.create_task(says_it()))
+        handler = asyncio.create_task(conversations.take([b"one"]))
+        with pytest.raises(asyncio.CancelledError):
+            await handler
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_client_that_leaves_while_the_proxy_ends_requests() -> None:
+    """Its handler is cancelled once, and does not go on. Each of the requests is cancelled, however long another one takes."""
+
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        slow, other = asyncio.create_task(ends_slowly()), asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        handler = asyncio.create_task(end(slow, other))
+        await is_ending.wait()
+        handler.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handler
+        assert other.cancelled()
+        assert not slow.done()
+
+    is_ending = asyncio.Event()
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_client_that_leaves_while_it_sends() -> None:
