@@ -324,10 +324,11 @@ class Client:
             async with self._session.request(method, url, **content) as answer:
                 yield answer
         except ClientError:
-            origin = str(URL(url).origin())
-            self._known.pop(origin, None)  # until it answers, nobody computes anything for it
-            self._parses_tools.pop(origin, None)
-            self._places.pop(origin, None)
+            origin = URL(url).origin()
+            tables: tuple[dict[str, Any], ...] = self._known, self._parses_tools, self._places
+            for table in tables:  # until it answers, nobody computes anything for it
+                for known in [known for known in table if URL(known).origin() == origin]:
+                    del table[known]
             raise
 
 

@@ -407,6 +407,27 @@ def test_a_cookie_of_one_answer_is_not_sent_with_other_requests() -> None:
     run(scenario, StandIn(prefills), decode, host="localhost")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "LOCALHOST"])
+def test_a_server_is_asked_what_it_is_after_a_lost_connection(host: str) -> None:
+    """It may be another one. Its URL need not be in normal form."""
+
+    async def restarts(request: web.Request, asked: Asked) -> web.StreamResponse:
+        prefill.info, prefill.respond = web.json_response({"disaggregation_bootstrap_port": 8999}), decodes
+        assert request.transport is not None
+        request.transport.abort()
+        return await hangs(request, asked)
+
+    async def meets(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return await (hangs if len(decode.asked) == 1 else decodes)(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        assert [(await pair.post(COMPLETION))[0] for _ in range(2)] == [503, 200]
+        assert [body["bootstrap_port"] for body in pair.decode.bodies()] == [8998, 8999]
+
+    prefill, decode = sglang(restarts), sglang(meets)
+    run(scenario, prefill, decode, host=host)
+
+
 def test_a_server_that_is_not_ready_is_asked_again() -> None:
     decode = StandIn(decodes, info=web.Response(status=503))
 
