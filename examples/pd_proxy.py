@@ -140,11 +140,13 @@ class Refused(Exception):
 class Route:
     """A path whose requests are handed over between servers of these `pairs` (prefill, decode): both take the fields of a
     hand-over there, and make the same tokens of a request. Prefill is asked with `fields`, and vLLM for 1 token by `limit`.
+    The servers are asked by POST, whichever of the `methods` the client has used.
     """
 
     pairs: frozenset[tuple[str, str]]
     fields: Body
     limit: str = ""
+    methods: frozenset[str] = frozenset({"POST"})
 
 
 SAME = frozenset({(VLLM, VLLM), (SGLANG, SGLANG)})
@@ -154,7 +156,7 @@ ROUTES = {
     "/v1/chat/completions": Route(ACROSS, {"stream": False, "n": 1}, "max_tokens"),
     "/v1/responses": Route(SAME, {"stream": False, "store": False}, "max_output_tokens"),
     "/v1/messages": Route(frozenset({(VLLM, VLLM)}), {"stream": False}, "max_tokens"),
-    "/generate": Route(frozenset({(SGLANG, SGLANG)}), {"stream": False}),
+    "/generate": Route(frozenset({(SGLANG, SGLANG)}), {"stream": False}, methods=frozenset({"POST", "PUT"})),
 }
 
 
@@ -1058,7 +1060,7 @@ class Proxy:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
-            if request.method == "POST" and request.path in ROUTES:
+            if request.path in ROUTES and request.method in ROUTES[request.path].methods:
                 return await self._generate(request)
             return await self._pass_on(request)
         except Refused as refused:

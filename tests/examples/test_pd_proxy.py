@@ -839,9 +839,11 @@ def test_several_answers_are_not_kept() -> None:
     run(scenario, StandIn(prefills), StandIn(keeps), keep=True)
 
 
-def test_sglang_generates_on_both_servers_at_once() -> None:
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_sglang_generates_on_both_servers_at_once(method: str) -> None:
     async def scenario(pair: Pair) -> None:
-        assert (await pair.post({"text": "a", "stream": True}, path="/generate"))[0] == 200
+        async with pair.client.request(method, "/generate", json={"text": "a", "stream": True}) as answer:
+            assert answer.status == 200
         (first,), (second,) = pair.prefill.bodies("/generate"), pair.decode.bodies("/generate")
         assert first == {**second, "stream": False}
         assert (first["bootstrap_host"], first["bootstrap_port"]) == ("127.0.0.1", 8998)
