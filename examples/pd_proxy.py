@@ -69,6 +69,8 @@ DRAIN_INTERVAL_S = 0.05
 """How often a server that drains is looked at."""
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 DONE = b"data: [DONE]\n\n"
+LAST_ONLY = ("stop_reason", "weight_versions")
+"""Fields of a chat's choice that only vLLM's last event has."""
 INCOMPLETE = "\ufffd"
 """How a text ends whose last character is not complete."""
 SEAM = 64
@@ -651,6 +653,8 @@ class Answer:
         self._template: dict[str, Any] = {}
         self._usage: dict[str, Any] | None = None
         self._fingerprint: Any = None
+        self._last: dict[str, Any] = {}
+        """What only the last event of a chat has, as the first server says it."""
         self._move_id = secrets.token_hex(16)
         self._stopping: asyncio.Task[Any] | None = None
         self._targets: list[Server] = []
@@ -775,7 +779,9 @@ class Answer:
                     choice["text"], choice["stop_reason"] = text, None
                 else:
                     choice["delta"]["content"] = text
-                    del choice["stop_reason"]
+                    self._last = {name: choice.pop(name) for name in LAST_ONLY if name in choice}
+                if "kv_transfer_params" in event:
+                    event["kv_transfer_params"] = None
             self._move_offset(choice)
             self._num_sent += len(text)
             self._template, self.has_begun = event, bool(self._prompt and self.tokens)
@@ -954,7 +960,7 @@ class Answer:
         if self._path == COMPLETIONS:
             new |= {"text": text, "logprobs": choice["logprobs"], "stop_reason": stop_reason, "prompt_token_ids": None}
         else:
-            new |= {"delta": {"content": text}} | ({"stop_reason": stop_reason} if reason else {})
+            new |= {"delta": {"content": text}} | ({**self._last, "stop_reason": stop_reason} if reason else {})
         event = {**self._template, "choices": [new]}
         if reason and self._fingerprint is not None:
             event["system_fingerprint"] = self._fingerprint

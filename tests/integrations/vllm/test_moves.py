@@ -354,6 +354,7 @@ def joined(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "top": [sorted(value) for each in logprobs for value in each["top_logprobs"]],
         "ends": [(choice["finish_reason"], choice.get("stop_reason")) for choice in choices if choice["finish_reason"]],
         "usage": [event["usage"] for event in events if not event["choices"]],
+        "told": [told for event in events if (told := event.get("kv_transfer_params"))],
         "counts": [event["usage"]["completion_tokens"] for event in events if event.get("usage") and event["choices"]],
     }
 
