@@ -66,7 +66,7 @@ test-vllm-next: ## Run the same tests with the Python files of vLLM 0.33 and the
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_next_env.sh) && \
 	  options="-c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations" && \
 	  TEST_OTHER_VLLM=$$next $$python -m pytest $$options tests/integrations/vllm/test_versions.py $(PYTEST_ARGS) && \
-	  PYTHONPATH=$$next $$python -m pytest $$options tests/integrations/vllm $(PYTEST_ARGS)
+	  PYTHONPATH=$$next $$python -m pytest $$options -m "not nightly" tests/integrations/vllm $(PYTEST_ARGS)
 
 demo-vllm: ## Run vLLM servers that prefill and decode with different layouts, and a proxy in front of them
 	@$$(scripts/vllm_env.sh) -W ignore -m harness.vllm.demo
