@@ -73,6 +73,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     is_checked: ClassVar[bool] = False
     local_ip: str
     rank_port: int
+    attn_dp_rank: int
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         self.rooms = Rooms()
@@ -129,6 +130,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._start()
         self.local_ip, self.rank_port = parse_address(self.leader, what="leader")
         super().register_to_bootstrap()
+        if self.system_dp_size > 1:  # replicas, of which each is attention rank 0: SGLang's sender compares rooms with this
+            self.attn_dp_rank = self.system_dp_rank
 
     def teardown(self) -> None:
         """End this role. SGLang calls it while no request is under way, and then builds the manager of the other role."""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -24,7 +25,7 @@ from disagg.runtime.peer_processes import PeerProcesses
 from harness.ports import free_ports
 from tests.integrations.sglang.memory import Model
 from tests.integrations.sglang.pair import ROOMS, running
-from tests.integrations.sglang.ranks import HOST, Rank, RankProcess, prompt_of
+from tests.integrations.sglang.ranks import HOST, Rank, RankProcess, Started, prompt_of
 from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
 from tests.support.inside import has_reports, in_control_thread
 from tests.support.tcp_proxy import proxies
@@ -164,6 +165,48 @@ def test_attention_data_parallelism(tmp_path: Path) -> None:
         for group in (1, 0):
             pair.begin(100, room=rooms[0] + group, group=group)
             pair.expect(rooms[0] + group, group=group)
+
+
+class Replica(RankProcess):
+    """Prefill's data-parallel ranks are replicas: without attention data parallelism, and an instance each."""
+
+    balance = "follow_bootstrap_room"
+    number = 0
+
+    def build(self, mode: DisaggregationMode) -> Any:
+        if mode == DisaggregationMode.PREFILL:
+            parallel = conn.get_parallel()
+            self.number, parallel.dp_size = self.topology.dp_rank, self.topology.dp
+            parallel.attn_dp_size, parallel.attn_dp_rank, parallel.load_balance_method = 1, 0, self.balance
+            self.topology = self.memory.topology = Topology()
+            self.folder /= str(self.number)
+        return super().build(mode)
+
+    def kv_args(self) -> SimpleNamespace:
+        return SimpleNamespace(**{**vars(super().kv_args()), "system_dp_rank": self.number})
+
+
+class Balanced(Replica):
+    """Rooms do not tell which replica prefills them."""
+
+    balance = "round_robin"
+
+    def _decode(self, started: Started, say: Callable[..., None]) -> None:
+        if not started.is_found:
+            ranks = self.manager.bootstrap.room_ranks(self.bootstrap, [started.room])
+            if not ranks:
+                return
+            started.aux = ranks[str(started.room)]
+        super()._decode(started, say)
+
+
+@pytest.mark.parametrize("kind", [Replica, Balanced])
+def test_replicas_of_prefill(kind: type[Replica], tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(dp=2), Topology(), kind=kind) as pair:
+        for room in (2**61, 2**61 + 1, 2**61 + 2):
+            group = (room + (kind is Balanced)) % 2
+            pair.begin(100, room=room, group=group)
+            pair.expect(room, group=group)
 
 
 def test_context_parallelism(tmp_path: Path) -> None:
