@@ -25,6 +25,7 @@ from disagg.core.errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+Fetch = Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]]
 
 TIMEOUT_S = 5.0
 """How long a server may take for all answers of one lookup."""
@@ -32,6 +33,8 @@ WAIT_S = 0.05
 """How long a step of the scheduler waits for an answer. Most servers answer within milliseconds."""
 PAUSE = 10
 """After it has waited for some time, this many times as long passes until a step waits again."""
+ASK_RANKS_AGAIN_S, MAX_ASK_RANKS_AGAIN_S = 0.01, 0.5
+"""How long a server is not asked again for the ranks of the same rooms: this doubles until it gives one."""
 MAX_NBYTES = 1 << 16
 """Maximum size of an answer."""
 MAX_GROUPS = 1024
@@ -61,6 +64,15 @@ class Served:
     asked_s: float = field(default_factory=time.monotonic)
 
 
+@dataclass
+class Question:
+    """The rooms whose ranks a server was asked for last, and when it may be asked for the same ones again."""
+
+    rooms: frozenset[int]
+    pause_s: float = 0.0
+    again_s: float = 0.0
+
+
 class BootstrapServers:
     """The bootstrap servers that are being asked. `current` are those of this process, if it moves state with this backend."""
 
@@ -71,12 +83,18 @@ class BootstrapServers:
         Thread(target=self._loop.run_forever, name="disagg-bootstrap", daemon=True).start()
         self._asked: dict[str, Future[Served]] = {}
         self._asked_ranks: dict[str, Future[dict[str, int]]] = {}
+        self._questions: dict[str, Question] = {}
+        self._connector = aiohttp.TCPConnector(limit=0, loop=self._loop)  # keeps the connections of known servers
         self._told: set[Future[None]] = set()
         self._wait_at = 0.0
 
     def close(self) -> None:
         """End the thread. It waits for no answer."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+
+    async def _end(self) -> None:
+        await self._connector.close()
+        self._loop.stop()
 
     def ask(self, server: str, *, is_known: bool = False) -> None:
         """Ask a server, unless it is being asked. `answers` has what it says, perhaps at once.
@@ -105,21 +123,40 @@ class BootstrapServers:
         self._asked_ranks = {server: answer for server, answer in self._asked_ranks.items() if not answer.done()}
 
     def room_ranks(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
-        """The data-parallel ranks of rooms, as far as a known server has told them: ask again for the others. If it gives no
-        ranks at all, each room has `NO_RANK`.
+        """The data-parallel ranks of rooms, as far as a known server has told them: ask again for the others, in each step.
+        `rooms` are all those that are wanted of it. If it gives no ranks at all, each room has `NO_RANK`.
         """
         answer = self._asked_ranks.get(server)
         if answer is None:
+            if not self._may_ask(server, rooms):
+                return {}
             fetch = partial(_fetch_ranks, rooms=list(rooms))
-            answer = self._asked_ranks[server] = self._start(fetch, server, "does not give the ranks of rooms")
+            problem = "does not give the ranks of rooms"
+            answer = self._asked_ranks[server] = self._start(fetch, server, problem, connector=self._connector)
         if not answer.done():
             return {}
         del self._asked_ranks[server]
         try:
-            return answer.result()
+            found = answer.result()
         except PeerUnreachable as error:
             logger.warning("%s", error)
-            return dict.fromkeys(map(str, rooms), NO_RANK)
+            found = dict.fromkeys(map(str, rooms), NO_RANK)
+        if found:
+            self._questions.pop(server, None)
+        return found
+
+    def _may_ask(self, server: str, rooms: Sequence[int]) -> bool:
+        """Whether a server is asked for the ranks of rooms now: there is a new one, or the pause is over."""
+        question, now = self._questions.get(server), time.monotonic()
+        if question is None or not question.rooms.issuperset(rooms):
+            if len(self._questions) >= MAX_ASKED:
+                self._questions.clear()
+            question = self._questions[server] = Question(frozenset(rooms))
+        elif now < question.again_s:
+            return False
+        question.pause_s = min(2 * question.pause_s or ASK_RANKS_AGAIN_S, MAX_ASK_RANKS_AGAIN_S)
+        question.again_s = now + question.pause_s
+        return True
 
     def tell_rank(self, server: str, room: int, rank: int) -> None:
         """Tell a server the data-parallel rank of a room. Does not wait: decode asks until the server knows."""
@@ -130,11 +167,9 @@ class BootstrapServers:
         self._told.add(told)
         told.add_done_callback(self._told.discard)
 
-    def _start(
-        self, fetch: Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]], server: str, problem: str
-    ) -> Future[Answer]:
+    def _start(self, fetch: Fetch[Answer], server: str, problem: str, *, connector: Any = None) -> Future[Answer]:
         """Ask in the thread, and wait a moment for the answer."""
-        answer = asyncio.run_coroutine_threadsafe(_limited(fetch, server, problem), self._loop)
+        answer = asyncio.run_coroutine_threadsafe(_limited(fetch, server, problem, connector), self._loop)
         began = time.monotonic()
         if began >= self._wait_at:
             wait([answer], WAIT_S)
@@ -142,10 +177,15 @@ class BootstrapServers:
         return answer
 
 
-async def _limited(fetch: Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]], server: str, problem: str) -> Answer:
-    """What a server answers within `TIMEOUT_S`, however slowly its bytes come. Raises `PeerUnreachable`."""
+async def _limited(fetch: Fetch[Answer], server: str, problem: str, connector: Any = None) -> Answer:
+    """What a server answers within `TIMEOUT_S`, however slowly its bytes come. `connector` keeps the connection. Raises
+    `PeerUnreachable`.
+    """
     try:
-        async with asyncio.timeout(TIMEOUT_S), aiohttp.ClientSession(f"http://{server}") as session:
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            aiohttp.ClientSession(f"http://{server}", connector=connector, connector_owner=connector is None) as session,
+        ):
             return await fetch(session)
     except TimeoutError as error:
         raise PeerUnreachable(f"bootstrap server {server} {problem}: no answer within {TIMEOUT_S:g} s") from error
@@ -177,7 +217,14 @@ async def _route(session: aiohttp.ClientSession, dp_rank: int, cp_rank: int, tp_
 
 async def _fetch_ranks(session: aiohttp.ClientSession, *, rooms: list[int]) -> dict[str, int]:
     """The data-parallel ranks of rooms. Prefill has perhaps not heard of all of them yet."""
-    found = await _read(session.post("/query_dp_ranks", json={"bootstrap_rooms": rooms}, allow_redirects=False))
+
+    async def ask() -> dict[str, Any]:
+        return await _read(session.post("/query_dp_ranks", json={"bootstrap_rooms": rooms}, allow_redirects=False))
+
+    try:
+        found = await ask()
+    except aiohttp.ClientConnectionError:  # perhaps of a kept connection that the server has closed
+        found = await ask()
     ranks = {str(room): found[str(room)] for room in rooms if str(room) in found}
     for room, rank in ranks.items():
         _check_rank(f"data-parallel rank of room {room}", rank)

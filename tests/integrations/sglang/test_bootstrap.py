@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -32,11 +33,26 @@ INSTANCE = {
 }
 
 
+Asked = list[tuple[object, list[int]]]
+"""The connection of each question for the ranks of rooms, and the rooms."""
+
+
 @contextmanager
-def server(rows: dict[str, object], *, may_answer: threading.Event | None = None) -> Iterator[str]:
-    """Answers with what `rows` has for a data-parallel rank, once it may."""
+def server(
+    rows: dict[str, object],
+    *,
+    may_answer: threading.Event | None = None,
+    asked: Asked | None = None,
+    answers_once: bool = False,
+) -> Iterator[str]:
+    """Answers with what `rows` has for a data-parallel rank, once it may. `answers_once`: it keeps a connection after its first
+    answer, and closes it at the next question.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        has_answered = False
+
         def do_GET(self) -> None:
             if may_answer is not None:
                 may_answer.wait(60)
@@ -46,11 +62,18 @@ def server(rows: dict[str, object], *, may_answer: threading.Event | None = None
             posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path == "/register_dp_rank":
                 rows["told"] = posted
-            self.answer(rows["rooms"])
+            elif asked is not None:
+                asked.append((self.client_address, posted["bootstrap_rooms"]))
+            if answers_once and self.has_answered:
+                self.close_connection = True
+            else:
+                self.answer(rows["rooms"])
 
         def answer(self, row: object) -> None:
+            self.has_answered = True
             body = row if isinstance(row, bytes) else json.dumps(row).encode()
             self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 
@@ -172,8 +195,7 @@ def test_a_lookup_ends_in_time_however_slowly_its_bytes_come(monkeypatch: pytest
 def test_slow_servers_do_not_hold_up_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "TIMEOUT_S", 300.0)
     rows: dict[str, object] = {"-1": INSTANCE | {"dp_size": 1}, "0": row("a", 5), "rooms": {"7": 0}}
-    with dripping(16) as slow, server(rows) as good:
-        servers = BootstrapServers()
+    with dripping(16) as slow, server(rows) as good, closing(BootstrapServers()) as servers:
         for where in slow:
             servers.ask(where)
         servers.ask(good, is_known=True)
@@ -229,8 +251,8 @@ def ranks(servers: BootstrapServers, where: str, rooms: list[int]) -> dict[str, 
     ],
 )
 def test_ranks_of_rooms(told: object, expected: dict[str, int]) -> None:
-    with server({"rooms": told}) as where:
-        assert ranks(BootstrapServers(), where, [7, 8]) == expected
+    with server({"rooms": told}) as where, closing(BootstrapServers()) as servers:
+        assert ranks(servers, where, [7, 8]) == expected
 
 
 def test_a_slow_answer_for_rooms_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +262,40 @@ def test_a_slow_answer_for_rooms_holds_up_no_step(monkeypatch: pytest.MonkeyPatc
         for _ in range(100):
             assert servers.room_ranks(where, [7]) == {}
         assert not servers._asked_ranks[where].done()
+
+
+def rank_of(servers: BootstrapServers, where: str, *rooms: int) -> dict[str, int]:
+    """What a server says to a question, or nothing if it is not asked."""
+    found = servers.room_ranks(where, rooms)
+    while where in servers._asked_ranks:
+        found = servers.room_ranks(where, rooms)
+    return found
+
+
+def test_a_server_is_not_asked_for_the_same_rooms_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill may not have taken them in yet, or may never get them. A new room does not wait for them."""
+    steps = itertools.count()
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: next(steps) * 1e-3))
+    rows: dict[str, object] = {"rooms": {}}
+    asked = Asked()
+    with server(rows, asked=asked) as where, closing(BootstrapServers()) as servers:
+        while next(steps) < 1000:
+            assert rank_of(servers, where, 7) == {}
+        assert 3 <= len(asked) <= 8
+        before = len(asked)
+        rows["rooms"] = {"8": 1}
+        assert rank_of(servers, where, 7, 8) == {"8": 1}
+        assert rank_of(servers, where, 7) == {}  # another one may be known now
+        assert [rooms for _, rooms in asked[before:]] == [[7, 8], [7]]
+        assert len({connection for connection, _ in asked}) == 1
+
+
+def test_a_kept_connection_that_the_server_has_closed() -> None:
+    asked = Asked()
+    with server({"rooms": {"7": 3, "8": 1}}, asked=asked, answers_once=True) as where, closing(BootstrapServers()) as servers:
+        assert rank_of(servers, where, 7) == {"7": 3}
+        assert rank_of(servers, where, 8) == {"8": 1}
+    assert [rooms for _, rooms in asked] == [[7], [8], [8]]
 
 
 def tell(servers: BootstrapServers, where: str) -> None:
