@@ -122,6 +122,12 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
             self.handle.abort(str(error))
         self._record_transfer_indices(kv_indices, state_indices)
 
+    def get_transfer_metric(self) -> Any:
+        """SGLang's size and time of the transfer. Each of decode's ranks that this one writes to has all latents."""
+        if self.kv_mgr.is_mla_backend and self.handle is not None:
+            self.kv_mgr._kv_replica_factor = max(1, len(self.handle.readers or ()))
+        return super().get_transfer_metric()
+
     def ended(self, event: Event) -> None:
         if event.ok and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)

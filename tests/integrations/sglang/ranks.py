@@ -378,6 +378,8 @@ class RankProcess:
     def _end(self, started: Started, poll: int, say: Callable[..., None]) -> None:
         either, reason, differences = started.sender or started.receiver, "", []
         times = {"sent_s": started.sent_s, "ended_s": time.monotonic()}
+        if started.sender is not None:
+            times["size"] = started.sender.get_transfer_metric().transfer_total_bytes
         if poll == KVPoll.Failed:
             try:
                 either.failure_exception()

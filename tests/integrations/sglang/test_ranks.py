@@ -219,6 +219,15 @@ def test_context_parallelism(tmp_path: Path) -> None:
         assert sum(nbytes) == (117 + 300 - 64) * NBYTES_PER_TOKEN
 
 
+@pytest.mark.parametrize("name", ["heads 1 to 2, pages 16 to 64", "latents 1 to 2"])
+def test_sglangs_size_of_a_transfer(name: str, tmp_path: Path) -> None:
+    """Of whole pages it is what is written to decode's ranks, of which each has all latents and a part of the heads."""
+    model, prefill, decode, page_sizes = CASES[name]
+    with running(tmp_path, model, Topology(tp=prefill), Topology(tp=decode), page_sizes=page_sizes) as pair:
+        end, *_ = pair.expect(pair.begin(128, chunks=(64,)))
+        assert end["size"] == pair.prefill[0].ask("nbytes") > 0
+
+
 def test_instances_change_roles(tmp_path: Path) -> None:
     """And change back. Each role has a bootstrap server of its own."""
     with running(tmp_path, MODELS["draft"], Topology(tp=2), Topology()) as pair:
