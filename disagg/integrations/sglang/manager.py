@@ -194,6 +194,13 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 owner.failure = self.failure_records.pop(owner.bootstrap_room, None)
         return is_owner
 
+    def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
+        """Fail a retracted request that prefill does not compute again. SGLang calls this in a thread, also after the request
+        has ended, when its room may have another owner.
+        """
+        if self._is_live(kv_receiver):
+            super()._fail_prefill_recompute(kv_receiver, reason)
+
     # -- release of decode's pages -----------------------------------------------------------------------------------
 
     def hold(self, receiver: Any) -> None:

@@ -376,6 +376,37 @@ def test_aborts_and_a_room_that_comes_back(tmp_path: Path) -> None:
         pair.expect(room)
 
 
+class Recomputes(RankProcess):
+    """Prefill's HTTP server may fail a retracted request at any time."""
+
+    def decode(self, room: int, *given: Any, **named: Any) -> None:
+        super().decode(room, *given, **named)
+        self.last, self.before = self.started[room].receiver, getattr(self, "last", None)
+
+    def fail_recompute(self, which: str) -> bool:
+        self.manager._fail_prefill_recompute(getattr(self, which), "prefill answers HTTP 500")
+        return True
+
+
+def test_a_failed_recompute_concerns_its_own_request_only(tmp_path: Path) -> None:
+    """Not the next one of the room, nor one that comes after it."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology(), kind=Recomputes) as pair:
+        (prefill,), (decode,), room = pair.prefill, pair.decode, pair.begin(100)
+        pair.expect(room)
+        assert decode.ask("fail_recompute", "last")
+        pair.check_idle()
+        for which in ("before", "last"):
+            pair.begin(100, room=room, held=True)
+            prefill.wait(room=room, status="reserved")
+            assert decode.ask("fail_recompute", which)
+            if which == "before":
+                prefill.call("go", room)
+                pair.expect(room)
+        *_, end = pair.expect(room, status="failed")
+        assert end["reason"] == "prefill answers HTTP 500"
+        decode.wait(room=room, released=True)
+
+
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_room_that_is_taken(abort: bool, tmp_path: Path) -> None:
     """A second request of a room fails at once, whatever the first one waits for, and does nothing to it."""
