@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from disagg.core import _native
 from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
 from disagg.core.topology import Topology
@@ -78,6 +79,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         self.rooms = Rooms()
         self.waiting: dict[int, Any] = {}
+        self.has_created = False
         self.held: dict[int, list[Any]] = {}
         self.bootstrap = BootstrapServers()
         self._served: dict[str, Served] = {}
@@ -169,12 +171,22 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             owner = event.tag()
             if owner is not None and self._is_live(owner):
                 owner.ended(event)
+        self.has_created = False
         for sender in list(self.waiting.values()):
             sender.look()
         self._hear()
         self._watch()
         end = time.monotonic()
         self._collect_at = end + max(COLLECT_EVERY_S, COLLECT_PAUSE * (end - now))
+
+    def collect_created(self) -> None:
+        """`collect`, also shortly after the last time if senders were created since: decode may have reserved already, and the
+        scheduler is about to choose the requests of its next batch.
+        """
+        if self.has_created:
+            _native.yield_gil(always=True)  # to the control thread, which opens their requests
+            self._collect_at = 0.0
+        self.collect()
 
     def _is_live(self, owner: Any) -> bool:
         """Whether the scheduler still asks for this sender or receiver."""

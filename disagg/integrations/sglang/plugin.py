@@ -208,11 +208,11 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
 
 
 def _collect(queue: Any) -> None:
-    """In each step. Of several pipeline stages, SGLang asks only the first one for the state of requests that wait for decode;
-    the others must notice by themselves that decode has reserved.
+    """In each step, after SGLang has created senders. Of several pipeline stages, it asks only the first one for the state of
+    requests that wait for decode; the others must notice by themselves that decode has reserved.
     """
     if queue.transfer_backend.value == NAME:
-        queue.kv_manager.collect()
+        queue.kv_manager.collect_created()
 
 
 def _send_cached(

@@ -52,6 +52,7 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
             mgr.fail(bootstrap_room, error)
         else:
             mgr.waiting[bootstrap_room] = self
+            mgr.has_created = True
 
     def _register_prefill_dp_rank(self) -> None:
         """Of several data-parallel ranks. SGLang waits here for the server, which clients choose."""

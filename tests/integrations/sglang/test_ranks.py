@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import threading
 import time
@@ -13,21 +14,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg import Topology
-from disagg.integrations.sglang import manager
+from disagg.integrations.sglang import manager, plugin
 from disagg.integrations.sglang.bootstrap import WAIT_S
 from disagg.integrations.sglang.manager import DisaggKVManager
 from disagg.runtime.peer_processes import PeerProcesses
 from harness.ports import free_ports
-from tests.integrations.sglang.memory import Model
+from tests.integrations.sglang.memory import Model, Request
 from tests.integrations.sglang.pair import ROOMS, running
 from tests.integrations.sglang.ranks import HOST, Rank, RankProcess, Started, prompt_of
 from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
-from tests.support.inside import has_reports, in_control_thread
+from tests.support.inside import depth, has_reports, in_control_thread
 from tests.support.tcp_proxy import proxies
 
 GONE = "is gone: its (process|connection) has ended"
@@ -348,6 +350,28 @@ def test_many_requests_at_once_in_either_order(tmp_path: Path) -> None:
             pair.begin(90, room=room, prefill=room % 2 == 1, decode=room % 2 == 0)
         for room in rooms:
             pair.expect(room)
+
+
+class JustLooked(RankProcess):
+    """Prefill's scheduler has just looked at its senders, which took long, when a request comes that decode has reserved."""
+
+    def create(self, room: int, request: Request, seed: int) -> int:
+        """Returns the status of the request when SGLang chooses those of its next batch."""
+        wait_for(lambda: depth(self.manager.transfers, "parked_reserves") == 1)
+        self.manager._collect_at = math.inf
+        self.prefill(room, request, seed)
+        wait_for(lambda: self.started[room].sender.handle.readers is not None)
+        plugin._collect(SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg"), kv_manager=self.manager))
+        self.manager._collect_at = 0.0
+        return int(self.manager.request_status[room])
+
+
+def test_a_request_that_decode_has_reserved_is_in_the_next_batch(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(), Topology(), kind=JustLooked) as pair:
+        pair.expect(pair.begin(100))
+        (prefill,), room = pair.prefill, pair.begin(100, prefill=False)
+        assert prefill.ask("create", room, pair.request(prefill, 100, 0), room % 1000) == KVPoll.WaitingForInput
+        pair.expect(room)
 
 
 def test_aborts_and_a_room_that_comes_back(tmp_path: Path) -> None:
