@@ -229,7 +229,7 @@ SGLANG: tuple[Row, ...] = (
         dtype mamba_ssm_dtype disable_hybrid_swa_memory enable_linear_replayssm linear_replayssm_cache_len
         enable_linear_replayssm_spec"""),
     _row(_COMPARED, "its value, if it is set", "forward_hooks"),
-    _row(_REFUSED, "the plug-in, by name", "dllm_algorithm enable_mis debug_tensor_dump_input_file"),
+    _row(_REFUSED, "the plug-in, by name", "dllm_algorithm enable_mis debug_tensor_dump_input_file language_only"),
     _row(_REFUSED, "the plug-in, by name", """
         enable_kv_cache_sharding enable_dsa_cache_layer_split enable_cp_tp_group_sharing dcp_size enable_hisparse
         enable_memory_saver"""),
@@ -313,7 +313,7 @@ SGLANG: tuple[Row, ...] = (
         mm_enable_dp_encoder mm_process_config mm_processor_worker_num mm_io_worker_num allowed_media_domains
         media_url_max_file_size_mb mm_preprocess_cache_size_mb trust_mm_content_hashes limit_mm_data_per_request
         enable_mm_global_cache image_processor_backend mm_global_cache_backend disable_fast_image_processor
-        mm_feature_transport encoder_only language_only language_model_only encoder_transfer_backend encoder_urls
+        mm_feature_transport encoder_only language_model_only encoder_transfer_backend encoder_urls
         encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder asr_max_buffer_seconds
         asr_max_concurrent_sessions"""),
     _row(_NONE, _DRAFTS, """

@@ -169,6 +169,7 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
         "--dllm-algorithm": options.dllm_algorithm,
         "--enable-mis": options.enable_mis,
         "--debug-tensor-dump-input-file": options.debug_tensor_dump_input_file,
+        "--language-only": options.language_only,
         "--enable-memory-saver": features.enable_memory_saver,
     }
     found = [option for option, given in refused.items() if given]

@@ -122,9 +122,17 @@ def test_a_model_without_a_file_needs_the_setting(tmp_path: Path) -> None:
     assert identity(read_source(config(tmp_path), None, name="mine"), name="mine") == found
 
 
-@pytest.mark.parametrize("option", ["dllm_algorithm", "enable_mis", "debug_tensor_dump_input_file", "enable_memory_saver"])
+@pytest.mark.parametrize(
+    "option", ["dllm_algorithm", "enable_mis", "debug_tensor_dump_input_file", "language_only", "enable_memory_saver"]
+)
 def test_options_that_change_states_or_their_memory_are_refused(option: str) -> None:
-    given = {"dllm_algorithm": None, "enable_mis": False, "debug_tensor_dump_input_file": None, "enable_memory_saver": False}
+    given = {
+        "dllm_algorithm": None,
+        "enable_mis": False,
+        "debug_tensor_dump_input_file": None,
+        "language_only": False,
+        "enable_memory_saver": False,
+    }
     parallel = SimpleNamespace(
         enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False, enable_cp_tp_group_sharing=False, attn_dcp_size=1
     )

@@ -90,7 +90,7 @@ def test_staging_buffers_are_ignored(model: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", [name for name in REFUSED if name not in SGLANG_REFUSES])
 def test_the_plug_in_refuses(name: str) -> None:
     if name.startswith("--"):
-        options = SimpleNamespace(dllm_algorithm=None, enable_mis=False, debug_tensor_dump_input_file=None)
+        options = SimpleNamespace(dllm_algorithm=None, enable_mis=False, debug_tensor_dump_input_file=None, language_only=False)
         parallel = SimpleNamespace(
             enable_kv_cache_sharding=False,
             enable_dsa_cache_layer_split=False,
