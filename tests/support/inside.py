@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from threading import Thread
 
 from disagg import KVManager
+from disagg.core import _native
 from disagg.requests import Receiver, Sender
 
 
@@ -51,6 +52,19 @@ def skip_loans(manager: KVManager, count: int) -> None:
 def has_reports(manager: KVManager) -> bool:
     """Whether the worker has reports that the control thread has not taken yet."""
     return manager._runtime.worker.has_reports
+
+
+def count_busy_polls(manager: KVManager) -> list[float]:
+    """How long each busy poll of the control thread may take, from now on."""
+    channel, seconds_of = manager._runtime.channel, list[float]()
+    busy_poll = channel.busy_poll
+
+    def counted(seconds: float, completions: list[_native.Completion]) -> bool:
+        seconds_of.append(seconds)
+        return busy_poll(seconds, completions)
+
+    channel.busy_poll = counted  # type: ignore[method-assign]
+    return seconds_of
 
 
 def threads(manager: KVManager) -> list[Thread]:
