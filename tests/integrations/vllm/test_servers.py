@@ -13,7 +13,7 @@ import pytest
 
 from harness.servers import Server, vllm_pair
 from harness.vllm.engine import PREFILL
-from tests.integrations.vllm.requests import prompts, wait_unused
+from tests.integrations.vllm.requests import prompts
 
 LENGTHS = (2, 33, 64, 200, 700, 1153)
 
@@ -145,25 +145,3 @@ def test_proxy_without_prefill(servers: tuple[Server, Server, Server]) -> None:
     expected = decode.complete(prompt)
     prefill.stop()
     assert proxy.complete(prompt).tokens == expected.tokens
-
-
-def test_replicas_on_both_sides(model: Callable[[str], Path]) -> None:
-    """Of a dense model. The answers to one prompt run on any of decode's replicas, and the first one loads."""
-    options = ("--data-parallel-size", "2")
-    with (
-        Server.vllm(model("llama"), "--block-size", "32", *options) as prefill,
-        Server.vllm(model("llama"), "--block-size", "64", *options) as decode,
-    ):
-        prefill.wait_ready(), decode.wait_ready()
-        asked, several = prompts((300,) * 9, seed=37), prompts((310,) * 4, seed=38)
-        expected = [decode.complete(prompt) for prompt in asked]
-        with Server.proxy(prefill, decode).wait_ready() as proxy:
-            found = [proxy.complete(prompt) for prompt in asked]
-            assert [reply.tokens for reply in found] == [reply.tokens for reply in expected]
-            for prompt in several:
-                with proxy.ask(prompt, n=3, temperature=0.8, seed=1, max_tokens=8) as answer:
-                    assert len(json.load(answer)["choices"]) == 3
-        num_tokens = len(asked) * 299 + len(several) * 309
-        assert decode.metric_from("vllm:disagg_loaded_tokens_total", num_tokens) == decode.num_moved() == num_tokens
-        assert decode.metric("vllm:disagg_failed_loads_total") == 0, decode.log()
-        wait_unused(prefill, decode)
