@@ -646,6 +646,8 @@ class Answer:
         self.id = ""
         self.tokens: list[int] = []
         self.has_begun = False
+        self.is_whole = False
+        """Whether the proxy has all of it."""
         self.target: Server | None = None
         """The server that is asked to go on."""
         self._prompt: list[int] = []
@@ -724,7 +726,15 @@ class Answer:
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(reason)
 
-    async def events(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    async def parts(self, parts: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """What the client gets of a server's stream."""
+        async with aclosing(parts if self.reason else self._events(parts)) as events:
+            async for event in events:
+                self.is_whole = self.is_whole or DONE.strip() in event
+                yield event
+        self.is_whole = True
+
+    async def _events(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """What the client gets of a server's stream, and of those that go on with it."""
         try:
             async with aclosing(self._first_events(parts)) as events:
@@ -1109,13 +1119,12 @@ class Proxy:
             given.reason = given.reason or "the proxy moves none"
         self._answers.add(given)
         try:
-            response = await self._divided(request, body, headers, given, kept)
+            return await self._divided(request, body, headers, given, kept)
         finally:
             self._answers.discard(given)
-        if keep and self._conversations is not None:
-            asking = self._client.kept(given.server, headers, body.get("model"), keep)
-            self._conversations.put(names, asyncio.create_task(asking))
-        return response
+            if keep and given.is_whole and self._conversations is not None:  # also if the client has left since
+                asking = self._client.kept(given.server, headers, body.get("model"), keep)
+                self._conversations.put(names, asyncio.create_task(asking))
 
     def _open_decodes(self) -> Iterator[str]:
         """The decode servers that get new requests, from the next one on. Raises `Failed` if there is none."""
@@ -1299,11 +1308,12 @@ class Proxy:
             await check(answer)
             if answer.content_type == "text/event-stream":
                 parts = read_events(answer, asked.first)
-                async with aclosing(parts if given.reason else given.events(parts)) as events:
+                async with aclosing(given.parts(parts)) as events:
                     first = await anext(events)
                     asked.begun = True
                     return await send(request, answer, first, events)
             data = await answer.read()
+            given.is_whole = True
             if asked.first is not None:
                 whole = json.loads(data)
                 await fill_in(whole, asked.first)

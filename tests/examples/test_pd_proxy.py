@@ -730,6 +730,35 @@ def test_the_next_turn_of_a_conversation_takes_what_decode_keeps() -> None:
     run(scenario, StandIn(prefills), StandIn(keeps), keep=True)
 
 
+def test_a_client_that_leaves_after_the_end_of_a_stream_has_its_next_turn() -> None:
+    """It has the whole answer with `[DONE]`, and does not wait until the server closes."""
+
+    async def streams_and_waits(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if "kept_request_id" in asked.body["kv_transfer_params"]:
+            return await keeps(request, asked)
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"delta": {"content": "one"}}]}\n\ndata: [DONE]\n\n')
+        await asyncio.Event().wait()
+        return response
+
+    async def scenario(pair: Pair) -> None:
+        messages = [{"role": "user", "content": "one"}]
+        for number in range(2):
+            body = {"model": "model", "messages": messages, "stream": True}
+            async with pair.client.post("/v1/chat/completions", json=body) as answer:
+                while b"[DONE]" not in await answer.content.readline():
+                    pass
+                answer.close()
+            await until(lambda count=number + 1: pair.decode.num_cut == count)
+            messages += [{"role": "assistant", "content": "one"}, {"role": "user", "content": "two"}]
+        first, second = (body["kv_transfer_params"].get("kept") for body in pair.prefill.bodies("/v1/chat/completions"))
+        keep = [body["kv_transfer_params"]["keep"] for body in pair.decode.bodies("/v1/chat/completions")]
+        assert (first, second) == (None, {**KEPT, "by": keep[0]})
+
+    run(scenario, StandIn(prefills), StandIn(streams_and_waits), keep=True)
+
+
 def test_a_second_prefill_server_does_not_take_what_the_first_has_asked_for() -> None:
     """What decode keeps is used up once. A server that failed may have asked for it."""
 
