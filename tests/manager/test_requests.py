@@ -202,7 +202,7 @@ def test_rows_are_read_and_reserved_only_after_their_ready_events(instances: Clu
 
 
 class AfterQueries:
-    """A ready event that passes when it is asked for the 200th time. It notes how many busy polls there were at each query."""
+    """A ready event that passes at its 200th query. At each query it records the number of busy polls so far."""
 
     def __init__(self, polls: list[float]) -> None:
         self._polls = polls

@@ -223,7 +223,7 @@ def test_context_parallelism(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["heads 1 to 2, pages 16 to 64", "latents 1 to 2"])
 def test_sglangs_size_of_a_transfer(name: str, tmp_path: Path) -> None:
-    """Of whole pages it is what is written to decode's ranks, of which each has all latents and a part of the heads."""
+    """If every page is full, it is the number of bytes written. Each decode rank gets all latents, or its own heads."""
     model, prefill, decode, page_sizes = CASES[name]
     with running(tmp_path, model, Topology(tp=prefill), Topology(tp=decode), page_sizes=page_sizes) as pair:
         end, *_ = pair.expect(pair.begin(128, chunks=(64,)))
