@@ -50,7 +50,8 @@ test-models: setup ## Compare tokens and logits of every described model, and mo
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py \
 	  tests/examples/test_transformers_pd.py tests/commands/test_bench_processes.py $(PYTEST_ARGS)
 
-vllm_pytest = $$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations -m "not nightly"
+vllm_options = -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations
+vllm_pytest = $$(scripts/vllm_env.sh) -m pytest $(vllm_options) -m "not nightly"
 vllm_moves = $(foreach name,kept moves turns,tests/integrations/vllm/test_$(name).py)
 
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
@@ -64,9 +65,8 @@ test-vllm-once: ## Run the others of test-vllm: state that moves once
 
 test-vllm-next: ## Run the same tests with the Python files of vLLM 0.33 and the CPU kernels of 0.32, and servers of both versions
 	@python=$$(scripts/vllm_env.sh) && next=$$(scripts/vllm_next_env.sh) && \
-	  options="-c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations" && \
-	  TEST_OTHER_VLLM=$$next $$python -m pytest $$options tests/integrations/vllm/test_versions.py $(PYTEST_ARGS) && \
-	  PYTHONPATH=$$next $$python -m pytest $$options -m "not nightly" tests/integrations/vllm $(PYTEST_ARGS)
+	  TEST_OTHER_VLLM=$$next $$python -m pytest $(vllm_options) tests/integrations/vllm/test_versions.py $(PYTEST_ARGS) && \
+	  PYTHONPATH=$$next $$python -m pytest $(vllm_options) -m "not nightly" tests/integrations/vllm $(PYTEST_ARGS)
 
 demo-vllm: ## Run vLLM servers that prefill and decode with different layouts, and a proxy in front of them
 	@$$(scripts/vllm_env.sh) -W ignore -m harness.vllm.demo

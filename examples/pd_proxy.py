@@ -730,7 +730,7 @@ class Answer:
         """What the client gets of a server's stream."""
         async with aclosing(parts if self.reason else self._events(parts)) as events:
             async for event in events:
-                self.is_whole = self.is_whole or DONE.strip() in event
+                self.is_whole = self.is_whole or event.startswith(DONE.rstrip())
                 yield event
         self.is_whole = True
 

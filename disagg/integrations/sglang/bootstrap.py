@@ -167,7 +167,9 @@ class BootstrapServers:
         self._told.add(told)
         told.add_done_callback(self._told.discard)
 
-    def _start(self, fetch: Fetch[Answer], server: str, problem: str, *, connector: Any = None) -> Future[Answer]:
+    def _start(
+        self, fetch: Fetch[Answer], server: str, problem: str, *, connector: aiohttp.BaseConnector | None = None
+    ) -> Future[Answer]:
         """Ask in the thread, and wait a moment for the answer."""
         answer = asyncio.run_coroutine_threadsafe(_limited(fetch, server, problem, connector), self._loop)
         began = time.monotonic()
@@ -177,7 +179,7 @@ class BootstrapServers:
         return answer
 
 
-async def _limited(fetch: Fetch[Answer], server: str, problem: str, connector: Any = None) -> Answer:
+async def _limited(fetch: Fetch[Answer], server: str, problem: str, connector: aiohttp.BaseConnector | None = None) -> Answer:
     """What a server answers within `TIMEOUT_S`, however slowly its bytes come. `connector` keeps the connection. Raises
     `PeerUnreachable`.
     """

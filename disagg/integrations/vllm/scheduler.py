@@ -53,15 +53,13 @@ logger = logging.getLogger(__name__)
 
 NUM_LOADED = 4096
 NUM_SHARED = 1024
-ONE_OF_SEVERAL = re.compile(r"\d+_(.+)", re.DOTALL)
+ONE_OF_SEVERAL = re.compile(r"(\d+)_(.+)", re.DOTALL)
 """VLLM's id of each of the `n` answers to a prompt: its number, and what all have in common (`ParentRequest`)."""
-LATER_ANSWER = re.compile(r"[1-9]\d*_.+", re.DOTALL)
-"""VLLM's id of an answer that is not the first one to its prompt."""
 LATER_PROMPT = re.compile(r"cmpl-.+-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
 """VLLM's id of a prompt that is not the first one of a list. It returns the first one's `kv_transfer_params` only."""
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
-"""What the proxy of a request learns of which nothing is handed over. Some proxies take `null` for an error, or send decode
-what they have sent prefill.
+"""What a proxy gets for a request if nothing is handed over. Given `null`, some proxies fail, or send decode what they have
+sent prefill.
 """
 
 Transfer = tuple[str, str, str, int]
@@ -572,11 +570,12 @@ class SchedulerHalf:
 def _prompt_id(request: Request) -> str:
     """The id of a request, or what it has in common with the other answers to its prompt."""
     several = ONE_OF_SEVERAL.fullmatch(request.request_id)
-    return request.request_id if several is None else several[1]
+    return request.request_id if several is None else several[2]
 
 
 def _is_later_answer(request: Request) -> bool:
-    return LATER_ANSWER.fullmatch(request.request_id) is not None
+    several = ONE_OF_SEVERAL.fullmatch(request.request_id)
+    return several is not None and several[1] != "0"
 
 
 def _num_common(request: Request, hand_off: HandOff) -> int:

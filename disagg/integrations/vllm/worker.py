@@ -90,8 +90,6 @@ class WorkerHalf:
         """Sends that have failed while a copy still reads their blocks."""
         self._ended: Counter[str] = Counter()
         """Requests that were kept and whose blocks are not read any more."""
-        self._waits = config.parallel_config.data_parallel_size == 1
-        """Whether a step that computes nothing waits for a transfer. Replicas of a mixture of experts step together."""
         self._may_wait = False
         """Whether the last step has computed nothing, and reported nothing."""
         self._leases: Counter[str] = Counter()
@@ -226,8 +224,8 @@ class WorkerHalf:
         self._give_back_read()
         if (
             idle
-            and self._waits
             and self._may_wait
+            and self._config.parallel_config.data_parallel_size == 1  # replicas of a mixture of experts step together
             and (self._sends or self._receives or self._read)
             and not self._results.finished_sending | self._results.finished_recving
         ):
