@@ -113,6 +113,8 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     def launched() -> ReadyEvent | None:
         if not (scheduler.enable_overlap or parallel.pp_size > 1) or torch.device(queue.token_to_kv_pool.device).type != "cuda":
             return None  # each pass has ended when its results are looked at
+        if scheduler.forward_stream.query():
+            return None  # no pass is under way
         event = torch.cuda.Event()
         event.record(scheduler.forward_stream)
         return event  # type: ignore[no-any-return]
