@@ -1,4 +1,4 @@
-"""Checks of what a server passes, in its own thread: nothing wrong reaches the control thread."""
+"""Checks of a request's arguments, in the server's thread. They raise `LocalProtocolError` unless said otherwise."""
 
 from __future__ import annotations
 
@@ -23,20 +23,16 @@ from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
 from disagg.protocol.types import Chunk, RequestKey
 
 Ids = npt.NDArray[np.integer[Any]]
-"""Ids of rows."""
 
 
 def request_key(request_id: bytes, attempt: int) -> RequestKey:
-    """The key of one attempt. Raises `LocalProtocolError` unless the id is `bytes` of length 16 and the attempt is from 0 to
-    2**31 - 1.
-    """
     if type(request_id) is not bytes or len(request_id) != 16:
         raise LocalProtocolError(f"request id: expected 16 bytes (new_request_id()), found {request_id!r}")
     return RequestKey(request_id, check_number(attempt, "attempt", 2**31))
 
 
 def check_number(given: int, what: str, stop: int) -> int:
-    """An integer of any kind as Python's own. Raises `LocalProtocolError` unless it is at least 0 and below `stop`."""
+    """An integer of any kind as an `int`, if it is at least 0 and below `stop`."""
     try:
         number = -1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -47,7 +43,7 @@ def check_number(given: int, what: str, stop: int) -> int:
 
 
 def check_deadline(given: float | None) -> float:
-    """A deadline in seconds from now, infinity for `None`. Raises `LocalProtocolError` unless it is a finite number above 0."""
+    """A deadline in seconds from now, infinity for `None`."""
     if given is None:
         return math.inf
     seconds = _finite(given)
@@ -57,7 +53,6 @@ def check_deadline(given: float | None) -> float:
 
 
 def check_timeout(given: float) -> float:
-    """A timeout in seconds. Raises `LocalProtocolError` unless it is a finite number of at least 0."""
     seconds = _finite(given)
     if seconds is None or seconds < 0:
         raise LocalProtocolError(f"timeout_s: expected a finite number of seconds of at least 0, found {given!r}")
@@ -65,7 +60,7 @@ def check_timeout(given: float) -> float:
 
 
 def _finite(given: object) -> float | None:
-    """A finite real number of any kind as Python's own; `None` for everything else."""
+    """A finite real number of any kind as a `float`; `None` for everything else."""
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         return None
     try:
@@ -76,13 +71,11 @@ def _finite(given: object) -> float | None:
 
 
 def check_text(given: object, what: str) -> None:
-    """Raise `LocalProtocolError` unless it is a `str`."""
     if not isinstance(given, str):
         raise LocalProtocolError(f"{what}: expected a str, found {given!r}")
 
 
 def check_ready(ready: object) -> None:
-    """Raise `LocalProtocolError` unless it is `None` or an event with a method `query`."""
     if ready is not None and not callable(getattr(ready, "query", None)):
         raise LocalProtocolError(f"ready: expected None or an event with query(), found {ready!r}")
 
@@ -92,9 +85,7 @@ GivenRows = Mapping[str, Rows | Sequence[int] | Ids | int]
 
 
 def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
-    """The rows of each component. Raises `LocalProtocolError` unless `rows` is a mapping, and all rows are of declared
-    components and of their kind, `LayoutError` for ids that cannot be.
-    """
+    """The rows of each component. Raises `LayoutError` for invalid ids."""
     if not isinstance(rows, Mapping):
         raise LocalProtocolError(f"rows: expected a mapping from components to rows, found {type(rows).__name__}")
     found: dict[str, Rows] = {}
@@ -121,10 +112,8 @@ def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
 def check_needs(
     local: LocalRank, group_rank: int, agreed: Iterable[str], rows: Mapping[str, Rows], need: Mapping[str, TokenRange]
 ) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
-    """The tokens that this rank needs of each `agreed` component that it holds, checked against `rows`, and the ids of the rows
-    that they go to.
-
-    Raises `LocalProtocolError` for ranges or rows that are missing or malformed, `LayoutError` for rows that do not fit.
+    """The tokens that this rank needs of each `agreed` component that it holds, and the ids of their rows. Raises
+    `LayoutError` for rows that do not fit.
     """
     if not isinstance(need, Mapping):
         raise LocalProtocolError(f"need: expected a mapping from components to tokens, found {type(need).__name__}")
@@ -152,7 +141,6 @@ def check_needs(
 
 
 def check_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """The ids as a tuple. Raises `LocalProtocolError` if they are not ids of 0 to 2**31 - 1, or more than `MAX_LAYERS`."""
     try:
         chosen = tuple(operator.index(layer) for layer in itertools.islice(layers, MAX_LAYERS + 1))
     except TypeError as error:
@@ -165,15 +153,14 @@ def check_layers(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_payload(payload: object) -> None:
-    """Raises `LocalProtocolError` unless `payload` is `bytes` of at most `MAX_PAYLOAD_NBYTES`."""
     if not isinstance(payload, bytes) or len(payload) > MAX_PAYLOAD_NBYTES:
         found = f"{len(payload)} bytes" if isinstance(payload, bytes) else type(payload).__name__
         raise LocalProtocolError(f"payload: expected at most {MAX_PAYLOAD_NBYTES} bytes, found {found}")
 
 
 class SentTokens:
-    """The tokens that a request has sent, by component and layer (`None`: all). A chunk costs the logarithm of the number of
-    chunks for each layer that it names, and for each layer named before it if it names none.
+    """The tokens that a request has sent, by component and layer (`None`: all). Adding a chunk takes logarithmic time for
+    each layer that it names, or for each layer named before if it names none.
     """
 
     def __init__(self) -> None:
@@ -181,7 +168,7 @@ class SentTokens:
         self._sent: dict[str, dict[int | None, Ranges]] = {}
 
     def add(self, key: RequestKey, chunk: Chunk) -> None:
-        """Raises `LocalProtocolError`, with nothing added, if a token of a component's layer was already sent."""
+        """Raises if a token of a component's layer was already sent; then nothing is added."""
         layers = None if chunk.layers is None else sorted(set(chunk.layers))
         if layers == []:
             return

@@ -1,7 +1,5 @@
-"""The configuration of one rank as one typed object, from keywords, a TOML file, or environment variables `DISAGG_*`.
-
-A setting is described once, where it is declared. The commands' `--help`, the documentation's table and the errors use that
-description. A server with settings of its own declares them in a subclass.
+"""The configuration of one rank as one typed object. A setting is described where it is declared; `--help`, the
+documentation's table and the errors use that description. A server with settings of its own declares them in a subclass.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ Transport = Literal["auto", "rdma", "tcp", "shm"]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one `KVManager`, and of its peers. Every constructor raises `ConfigError` that names the key, what was
-    expected, what was found, and where.
+    """The settings of one `KVManager`, and of its peers. Every constructor raises `ConfigError` that names the key, what
+    was expected and found, and where.
 
         >>> Config(name="decode-0", transport="pigeon")
         Traceback (most recent call last):
@@ -109,8 +107,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         texts: Mapping[str, str | Sequence[str]] | None = None,
         **keywords: Any,
     ) -> Self:
-        """Load settings from a TOML file, `environ` (such as `os.environ`), `texts` (such as a command line), and keywords; a
-        later source overrides an earlier one. Empty variables are ignored, and those that Kubernetes sets for a Service called
+        """Load settings from a TOML file, `environ` (such as `os.environ`), `texts` (such as a command line), and keywords;
+        a later source overrides an earlier one. Empty variables are ignored, and those that Kubernetes sets for a Service
         `disagg` or `disagg-...`, with a warning. Raises `ConfigError`.
 
             >>> Config.load(environ={"DISAGG_TRANSPORT": "tcp", "DISAGG_PACK_BELOW": "4096"}, name="decode-0").pack_below
@@ -132,17 +130,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return cls(**found)
 
     def manager_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `KVManager`, with the key file read. Raises `ConfigError` naming the file."""
+        """The keyword arguments of `KVManager`, with the key file read."""
         given = {name: getattr(self, name) for name in Config.__struct_fields__}
         keys = None if self.keys is None else read_keys(self.keys)
         return {**given, "keys": keys, "peer_keys": self.public_keys()}
 
     def public_keys(self) -> dict[str, str]:
-        """The keys of `peer_keys` as Z85, with files read. Raises `ConfigError` naming the peer, `OSError` naming the file."""
+        """The keys of `peer_keys` as Z85, with files read. Raises `ConfigError` naming the peer, `OSError` naming the
+        file.
+        """
         return {name: public_key(text, what=f"peer {name!r}, public key") for name, text in self.peer_keys.items()}
 
     def manager(self, *, topology: Topology, components: Sequence[Component], model: ModelId) -> KVManager:
-        """A manager with these settings and peers, which the caller closes. Raises what `KVManager` raises."""
+        """A manager with these settings and peers, which the caller closes."""
         return KVManager(topology=topology, components=components, model=model, **self.manager_arguments())
 
 
@@ -155,9 +155,8 @@ def public_key(text: str, *, what: str) -> str:
 
 
 def read_keys(path: str | Path) -> KeyPair:
-    """The key pair of a TOML file with `public` and `secret`, as `disagg keygen` writes it.
-
-    Raises `ConfigError` naming the file, `OSError` where it cannot be read.
+    """The key pair of a TOML file with `public` and `secret`, as `disagg keygen` writes it. Raises `ConfigError` or
+    `OSError`, naming the file.
     """
     try:
         found = tomllib.loads(Path(path).read_text())

@@ -1,4 +1,4 @@
-"""Checks of what a manager is built from, and of the peers that it is told of."""
+"""Checks of a manager's arguments and peers. They raise `ConfigError` unless said otherwise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ logger = ThreadLog(__name__)
 def backend_options(
     listen: str, advertise: str | None, transport: str, devices: Sequence[str], require: str | None, trusted_network: bool
 ) -> BackendOptions:
-    """The engine's options. Raises `ConfigError`."""
     if not _are_all(devices, str):
         raise ConfigError(f"devices: expected a sequence of names, found {devices!r}")
     host, _ = parse_address(advertise or listen, what="advertise" if advertise else "listen")
@@ -48,9 +47,7 @@ def backend_options(
 def check_peer(
     name: str, address: str, public_key: str | None, *, own: str, own_addresses: Sequence[str] = (), keys: KeyPair | None
 ) -> tuple[str, str | None]:
-    """The address and the key of a peer, checked. `own` is this instance's name. `own_addresses` are those of this rank and of
-    its leader, as far as they are known.
-    """
+    """`own` is this instance's name, `own_addresses` those of this rank and of its leader, as far as they are known."""
     check_name(name, "peer")
     dialable(address, what=f"peer {name!r}")
     if name == own:
@@ -67,7 +64,6 @@ def check_peer(
 
 
 def admission(admit: Literal["known", "keys", "any"] | Admit, keys: KeyPair | None) -> Admit | None:
-    """The function that admits instances, or `None`."""
     if callable(admit):
         return functools.partial(_ask, admit)
     if admit not in ("known", "keys", "any"):
@@ -86,7 +82,7 @@ def _ask(admit: Admit, name: str, address: str, public_key: str) -> bool:
 
 
 def check_joined(directory: Directory, name: str, topology: Topology) -> None:
-    """Raise `LocalProtocolError` for a rank of `name` that does not know its leader: no peer would ever be ready."""
+    """Raise `LocalProtocolError` for a rank that does not know its leader: no peer would ever be ready."""
     if directory.lacks_leader:
         raise LocalProtocolError(
             f"rank {topology.rank} of {name!r} has no leader: pass leader=, the address of rank 0, or call set_leader() first"
@@ -94,8 +90,8 @@ def check_joined(directory: Directory, name: str, topology: Topology) -> None:
 
 
 def check_known(directory: Directory, peer: str, *, may_connect: bool) -> None:
-    """Raise `PeerUnreachable` for an unknown peer, unless it may become known by connecting (`may_connect`, and the manager
-    admits instances that were not configured), `LocalProtocolError` for a name that is not a text.
+    """Raise `PeerUnreachable` for an unknown peer, unless `may_connect` and the manager admits instances that were not
+    configured, `LocalProtocolError` for a name that is not a `str`.
     """
     check_text(peer, "peer")
     if directory.status(peer).state == "unknown" and not (may_connect and directory.admits_unknown):
@@ -103,13 +99,13 @@ def check_known(directory: Directory, peer: str, *, may_connect: bool) -> None:
 
 
 def check_kind(given: object, kind: type, what: str) -> None:
-    """Raise `ConfigError` unless it is of a type, or `None`."""
+    """`None` passes."""
     if not isinstance(given, kind | None):
         raise ConfigError(f"{what}: expected {kind.__name__}, found {given!r}")
 
 
 def check_kinds(keys: object, limits: object, connection_limits: object, **flags: object) -> None:
-    """Raise `ConfigError` unless each is of its type, or `None`, and the flags are true or false."""
+    """`None` passes, except for a flag."""
     check_kind(keys, KeyPair, "keys")
     check_kind(limits, Limits, "limits")
     check_kind(connection_limits, ConnectionLimits, "connection_limits")
@@ -119,7 +115,6 @@ def check_kinds(keys: object, limits: object, connection_limits: object, **flags
 
 
 def _are_all(given: object, kind: type) -> bool:
-    """Whether it is a sequence of that type only."""
     return isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, kind) for each in given)
 
 
@@ -130,9 +125,7 @@ def check_name(name: object, what: str) -> str:
 
 
 def check_topology(topology: Topology | None, components: Sequence[Component], *, leader: str | None) -> Topology:
-    """The topology of a rank: that of its components, which must agree. Raises `ConfigError` if they do not, for a rank 0
-    with a leader, and for a leader's address that cannot be.
-    """
+    """The topology of a rank: that of its components, which must agree."""
     if not _are_all(components, Component):
         raise ConfigError(f"components: expected a sequence of Component, found {components!r}")
     check_kind(topology, Topology, "topology")
@@ -157,7 +150,7 @@ def check_peers(
     own_addresses: Sequence[str],
     keys: KeyPair | None,
 ) -> dict[str, tuple[str, str | None]]:
-    """The addresses and keys of the configured peers, by name. Raises `ConfigError`."""
+    """The addresses and keys of the configured peers, by name."""
     for what, given in (("peers", peers), ("peer_keys", peer_keys)):
         if not isinstance(given, Mapping | None):
             raise ConfigError(f"{what}: expected a mapping from names, found {type(given).__name__}")

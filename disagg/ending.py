@@ -1,4 +1,4 @@
-"""How a request ends: its event, and the threads and callbacks that wait for it."""
+"""The end of a request: its event, and the threads and callbacks that wait for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ logger = ThreadLog(__name__)
 
 
 class Ending:
-    """The manager's half of a request's handle. Thread-safe. The manager calls `end`, `wake` and `yield_to_waiter`, each once.
-    `event` is `None` until `end`.
+    """Thread-safe. The manager calls `end`, `wake` and `yield_to_waiter`, each once.
 
-    A thread that waits polls for `spin_s` seconds without a sleep. `is_awaited`: a task awaits the request, or has awaited it,
+    A waiting thread polls for `spin_s` seconds without a sleep. `is_awaited`: a task awaits the request, or has awaited it,
     so `KVManager.events` leaves its event out.
     """
 
@@ -28,29 +27,26 @@ class Ending:
         self.is_awaited = False
         self._spin_s = spin_s
         self._over = _native.Flag()
-        self._pending = (
-            threading.Lock()
-        )  # held until the request has ended; a `threading.Event` takes ten times as long to make
+        self._pending = threading.Lock()  # held until the request has ended; cheaper to make than a `threading.Event`
         self._pending.acquire()
         self._callbacks: list[Callable[[Event], object]] = []
 
     def end(self, event: Event) -> None:
-        """The request has ended."""
         self.event = event
 
     def wake(self) -> None:
-        """Threads that wait continue, and callbacks run in this thread."""
+        """Wake waiting threads, and run callbacks in this one."""
         self._over.set()
         self._release()
         self._call_back()
 
     def yield_to_waiter(self) -> None:
-        """A thread that polls without a sleep gets the GIL first."""
+        """Give the GIL to a thread that polls without a sleep."""
         if self._spin_s:
             self._over.yield_to_waiter()
 
     def take(self) -> Event | None:
-        """The event, and note that the server has it. `None` while there is none."""
+        """The event, noting that the server has it; `None` while there is none."""
         if self.event is not None:
             self.moments.take()
         return self.event
@@ -70,7 +66,7 @@ class Ending:
         return event
 
     def on_end(self, callback: Callable[[Event], object]) -> None:
-        """Call `callback` once with the event: in `wake`, or now if the request has ended. What it raises is logged."""
+        """Call `callback` once with the event: in `wake`, or now if the request has ended. Its exceptions are logged."""
         self._callbacks.append(callback)
         if self.event is not None:
             self._call_back()

@@ -65,43 +65,42 @@ def new_request_id() -> bytes:
 
 
 class KVManager:
-    """One rank's transfers. Only `wait_ready`, `drain` and `close` block, and `wait` of a request; every other call returns at
-    once. Work happens in two supervised threads, and a third with `verify`.
+    """One rank's transfers. Only `wait_ready`, `drain`, `close` and `wait` of a request block; every other call returns at
+    once. A forked child cannot use its parent's manager: calls raise `LocalProtocolError`, and `close` does nothing. Build
+    managers after forking.
 
-    `name` names the instance, and is the same on all its ranks: 1 to 256 characters. `components` is the state of this rank, as
-    `disagg.state` or `disagg.models` declares it over the server's memory; `topology` is needed only without
-    components, since they have it (`None`: take theirs). `model` must be the same on both sides. `leader` is the control
-    address of rank 0, which answers for the instance (`None` on rank 0 itself). `listen` is this rank's control address,
-    `tcp://host:port`, where port 0 is any. If that is every interface, `advertise` is the address for peers, and its host is
-    also where they reach the engine. Off loopback the control channel takes `keys`, or `insecure=True`; an engine whose data
-    travels over open TCP takes `trusted_network=True` as well.
-    `peers` are configured before anything is answered: the addresses of their leaders by name, and with keys their public keys
-    (40 characters of Z85) in `peer_keys`. `add_peer` adds others later.
+    `name` is the instance's, the same on all its ranks: 1 to 256 characters. `components` is this rank's state, as
+    `disagg.state` or `disagg.models` declares it over the server's memory. `topology` is needed only without components.
+    `model` must be the same on both sides.
 
-    `backend` is the engine: `"auto"`, `"cma"`, `"nixl"`, `"mooncake"`, `"nvlink"`, `"local"`, one of an installed package, or
-    a function that makes one. It may use `transport` (`"auto"`, `"rdma"`, `"tcp"`, `"shm"`) and the NICs `devices` (none named:
-    any). With `require` it fails to start unless that transport is in use. `limits` bounds the protocol's queues and times, and
-    `connection_limits` the times of the handshake and of liveness.
+    `listen` is this rank's control address, `tcp://host:port`; port 0 is any. If it is every interface, `advertise` is the
+    address for peers, which reach the engine at its host too. `leader` is the control address of rank 0 (`None` on rank 0);
+    a rank without it takes no request before `set_leader`. Off loopback the control channel needs `keys` or
+    `insecure=True`, and an engine whose data travels over open TCP needs `trusted_network=True` as well.
 
-    `admit` says which other instances may connect: none (`"known"`), those with a key of `peer_keys` (`"keys"`), all (`"any"`),
-    or those for which a function returns true. It gets an instance's name, its leader's address and its public key (empty
-    without keys), and is called in a thread of the manager. An admitted instance is a peer until it has been away for
-    `ConnectionLimits.forget_s`. A manager that only names addresses in its requests needs none of it; those that it
-    names do. A rank other than 0 without a `leader` is told it later, by `set_leader`, and takes no request before.
+    `peers` gives the addresses of other instances' leaders by name, and `peer_keys` their public keys (40 characters of
+    Z85). They are configured before anything is answered; `add_peer` adds others later. `admit` says which other instances
+    may connect: none (`"known"`), those with a key of `peer_keys` (`"keys"`), all (`"any"`), or those for which a function
+    returns true. The function gets the instance's name, its leader's address and its public key (empty without keys), in a
+    thread of the manager. An admitted instance is a peer until it has been away for `ConnectionLimits.forget_s`. A manager
+    that only names addresses in its requests needs no `admit`; the managers that it names do.
 
-    Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). Peers of other hosts write
-    slots that they are lent, and this rank copies them into its rows, so that no row waits for a proof that cannot come from
-    there. With `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but rows
-    of a peer that ends in the middle of a request stay out of use until this manager is closed. `verify` says how much of what
-    this rank receives is compared with what its writers sent: `"off"` or `"full"`.
-    A forked child cannot use a manager of its parent: every call raises `LocalProtocolError`, and `close` does nothing.
-    Build managers after forking.
+    `backend` is the engine: `"auto"`, `"cma"`, `"nixl"`, `"mooncake"`, `"nvlink"`, `"local"`, one of an installed package,
+    or a function that makes one. It may use `transport` (`"auto"`, `"rdma"`, `"tcp"`, `"shm"`) and the NICs `devices`
+    (empty: any). With `require` it fails to start unless that transport is in use. `limits` bounds the protocol's queues
+    and times, and `connection_limits` the times of the handshake and of liveness.
 
-    With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`, and
-    there whether it lives at `/healthz` and whether it takes requests at `/readyz`, without authentication. With
-    `tracing` each request has OpenTelemetry spans, by the process's tracer provider.
+    Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's threshold). Peers on other hosts write
+    slots that this rank lends them and copies into its rows, so that no row waits for a proof that cannot come from there.
+    With `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but the rows
+    of a peer that ends during a request stay out of use until this manager is closed. `verify` says how much of what this
+    rank receives is compared with what was sent: `"off"` or `"full"`.
 
-    Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
+    With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`,
+    beside `/healthz` (lives) and `/readyz` (takes requests), all without authentication. With `tracing` each request has
+    OpenTelemetry spans, by the process's tracer provider.
+
+    Raises `ConfigError` for invalid settings, `BackendUnavailable` if the engine cannot be used.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class KVManager:
         )
         self._runtime = runtime = Runtime(settings, components)
         self.address = runtime.address
-        """This rank's control address, `tcp://host:port`. That of rank 0 is what peers and other ranks are told."""
+        """This rank's control address, `tcp://host:port`. Peers and other ranks are given that of rank 0."""
         try:
             self.metrics_url = None if metrics_port is None else _serve_metrics(runtime, metrics, metrics_host, metrics_port)
             runtime.start()
@@ -193,10 +192,9 @@ class KVManager:
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def add_peer(self, name: str, *, address: str, public_key: str | None = None) -> None:
-        """Configure the peer instance `name` by the control `address` of its leader, and with keys by its `public_key`
-        (40 characters of Z85). A new address or key replaces the old one.
-
-        Raises `ConfigError` for a name, an address or a key that cannot be, and for the name or an address of this instance.
+        """Configure the peer instance `name` by its leader's control `address`, and with keys by its `public_key` (40
+        characters of Z85). A new address or key replaces the old one. Raises `ConfigError` if one of them is invalid, or
+        if the name or the address is this instance's own.
         """
         check_alive(self._runtime)
         self._runtime.directory.add(name, *self._check_peer(name, address, public_key))
@@ -208,17 +206,16 @@ class KVManager:
         self._runtime.directory.remove(name)
 
     def peer(self, name: str) -> PeerStatus:
-        """The state of a peer instance: `"unknown"`, `"connecting"`, `"ready"`, or `"refused"` for a reason that will not pass.
-        Never blocks.
+        """The state of a peer instance: `"unknown"`, `"connecting"`, `"ready"`, or `"refused"` for a reason that will not
+        pass.
         """
         check_process(self._runtime)
         check_text(name, "peer")
         return self._runtime.directory.status(name)
 
     def set_leader(self, address: str) -> None:
-        """Join this instance at its rank 0, whose address was not known when the manager was built.
-
-        Raises `ConfigError` for an address that cannot be, on rank 0, and if the leader is known.
+        """Join this instance at its rank 0, if the manager was built without `leader`. Raises `ConfigError` for an invalid
+        address, on rank 0, and if the leader is known.
         """
         check_alive(self._runtime)
         dialable(address, what="leader")
@@ -227,8 +224,8 @@ class KVManager:
     def wait_ready(self, name: str, *, timeout_s: float = 60.0) -> None:
         """Wait until every rank of a peer has answered, plans are compared, and the engine is connected.
 
-        Raises `PeerUnreachable` with the reason if that does not happen in time, and at once if one side has refused the other
-        for a reason that will not pass, such as layouts that do not match.
+        Raises `PeerUnreachable` with the reason if that takes longer than `timeout_s` seconds, and at once if one side has
+        refused the other for a reason that will not pass, such as layouts that do not match.
         """
         check_process(self._runtime)
         check_text(name, "peer")
@@ -239,9 +236,8 @@ class KVManager:
             raise PeerUnreachable(f"peer {name!r} {how}: {status.reason}")
 
     def engine(self, peer: str, rank: int) -> tuple[Backend, RemotePeer]:
-        """The engine and its connection to one rank, to measure it without the protocol.
-
-        Raises `PeerUnreachable` if that rank is not connected.
+        """The engine and its connection to one rank, to measure it without the protocol. Raises `PeerUnreachable` if that
+        rank is not connected.
         """
         check_process(self._runtime)
         check_text(peer, "peer")
@@ -268,20 +264,20 @@ class KVManager:
         tag: Any = None,
         label: str = "",
     ) -> Receiver:
-        """Reserve `rows` for a request that `peer`'s `group` will send. `need` gives, for each component of pages, the tokens
-        `[start, stop)` of the request that this rank needs. A slot is always needed whole. `request_id`, 16 bytes, is the same
-        on both sides, and `attempt` is new for each try. After `deadline_s` seconds the request fails with `RequestTimeout`.
-        Its event has the `tag`.
+        """Reserve `rows` for a request that `peer`'s `group` will send. `need` gives the tokens `[start, stop)` that this
+        rank needs of each component of pages; a slot is always needed whole. `request_id`, 16 bytes, is the same on both
+        sides, and `attempt` is new for each try. After `deadline_s` seconds (`None`: never) the request fails with
+        `RequestTimeout`. Nothing is reserved before `ready` has passed. The event has the `tag`; `label` is the server's
+        name of the request, for the log.
 
-        A peer that is not ready is waited for, within the deadline (`None`: without one). An unknown peer is added, if its
-        leader's `address` is given, with keys also its `public_key`. Such a peer is forgotten after it has been away for
-        `ConnectionLimits.forget_s`, and at once if nobody listens at its address; the requests that wait for it fail.
-        Nothing is reserved before `ready` has passed. `label` is the server's own name of the request, for the log.
+        The request waits for a peer that is not ready. An unknown peer is added if its leader's `address` is given, with
+        keys also its `public_key`. It is forgotten after it has been away for `ConnectionLimits.forget_s`, and at once if
+        nobody listens at its address; requests that wait for it fail.
 
-        Raises `PeerUnreachable` for an unknown peer without an address, or one too many, `LayoutError` for rows that cannot
-        hold the needed tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that is under way, for
-        rows that another request receives or sends and whose lease is held, and on a rank that does not know its leader. What
-        shows later fails the request, with cause `invalid` for an attempt that has ended before.
+        Raises `PeerUnreachable` for an unknown peer without an address, or one too many; `LayoutError` for rows that cannot
+        hold the needed tokens; `LocalProtocolError` for an argument of the wrong type, an attempt that is under way, rows
+        that another request holds, and on a rank that does not know its leader. Later errors fail the request, with cause
+        `invalid` for an attempt that has ended before.
         """
         self._make_known(peer, address, public_key)
         return open_receiver(
@@ -310,12 +306,12 @@ class KVManager:
         tag: Any = None,
         label: str = "",
     ) -> Sender:
-        """Serve a request to `peer`, whichever of its groups reserves it; with `peer=None` to the instance that reserves it
-        first. With `attempt=None` the reservation says which attempt it is. Rows may be sent before or after the reserve.
+        """Serve a request to `peer`, whichever of its groups reserves it; with `peer=None` to the first instance that
+        reserves it. With `attempt=None` the reservation sets the attempt. Rows may be sent before or after the reserve.
         `request_id`, `deadline_s`, `tag` and `label` are those of `receiver`; `deadline_s` counts from this call.
 
-        Raises `LocalProtocolError` for an argument of the wrong type, for an attempt that is under way, and on a rank that does
-        not know its leader. An attempt that has ended before fails the request, with cause `invalid`.
+        Raises `LocalProtocolError` as `receiver` does, `PeerUnreachable` for an unknown peer that `admit` excludes. An
+        attempt that has ended before fails the request, with cause `invalid`.
         """
         check_alive(self._runtime)
         check_joined(self._runtime.directory, self.name, self.topology)
@@ -341,10 +337,9 @@ class KVManager:
         group: int = 0,
         attempt: int = 0,
     ) -> None:
-        """Tell `peer`'s `group` that this rank needs nothing of a request: its sender ends well, and its rows are released.
-        The arguments are those of `receiver`.
-
-        Each rank that would have opened a receiver says so. It is sent once, when the peer is ready. Raises as `receiver` does.
+        """Tell `peer`'s `group` that this rank needs nothing of a request: its sender succeeds, and its rows are released.
+        Each rank that would have opened a receiver calls it. It is sent once, when the peer is ready. Arguments and errors
+        are those of `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.decline, request_key(request_id, attempt), peer=peer, group=group)
@@ -359,16 +354,16 @@ class KVManager:
         group: int = 0,
         attempt: int = 0,
     ) -> None:
-        """Tell `peer`'s `group` that this rank still wants a request for which it has no rows yet. `Sender.wanted_at` shows it:
-        the peer may keep the request for longer. It is sent once, when the peer is ready. The arguments are
-        those of `receiver`. Raises as `receiver` does.
+        """Tell `peer`'s `group` that this rank still wants a request for which it has no rows yet, so that the peer may
+        keep it for longer (`Sender.wanted_at`). It is sent once, when the peer is ready. Arguments and errors are those of
+        `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)
 
     def events(self) -> list[Event]:
-        """Every request that has ended since the last call, but those that a task has awaited. If there is none, this yields
-        the GIL to the manager's threads while they have work, for up to 1 ms, and at most half of the time.
+        """Every request that has ended since the last call, except those that a task has awaited. If there is none, this
+        yields the GIL to the manager's threads while they have work, for up to 1 ms, and at most half of the time.
         """
         check_process(self._runtime)
         if not self._runtime.requests.num_events:
@@ -384,7 +379,7 @@ class KVManager:
 
     @property
     def backend(self) -> Backend:
-        """The engine; its `name` and `transport` say how peers are reached."""
+        """The engine; `name` and `transport` say how peers are reached."""
         return self._runtime.backend
 
     @property
@@ -393,27 +388,24 @@ class KVManager:
         return self._runtime.stats
 
     def health(self) -> Health:
-        """The state now. Never blocks."""
         return health_of(self._runtime)
 
     def drain(self, *, timeout_s: float) -> bool:
-        """Take no new requests, and wait for those under way. Returns whether all have ended within
-        `timeout_s` seconds.
-        """
+        """Take no new requests, and wait up to `timeout_s` seconds for those under way. Returns whether all have ended."""
         check_process(self._runtime)
         return self._runtime.requests.drain(check_timeout(timeout_s))
 
     def close(self) -> None:
         """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first.
 
-        If the engine's end proves all rows quiet, quarantined rows are released as well. Otherwise keep the pools that hold
-        them in memory: a stopped peer may still write there. In a callback, which runs in a thread of the manager, this returns
-        at once, and another thread closes the manager; a call in the server's thread waits for it.
+        If the engine's end proves all rows quiet, quarantined rows are released as well. Otherwise keep their pools in
+        memory: a stopped peer may still write there. In a callback, which runs in a thread of the manager, this returns at
+        once and another thread closes the manager.
         """
         self._runtime.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
-        """Put something between this manager and its control channel, as `disagg.testing.faults.mistreat` does; once."""
+        """Wrap the control channel, as `disagg.testing.faults.mistreat` does. At most once."""
         check_process(self._runtime)
         self._runtime.interpose(wrap)
 
@@ -422,7 +414,9 @@ class KVManager:
         return check_peer(name, address, public_key, own=self.name, own_addresses=own, keys=self._keys)
 
     def _make_known(self, peer: str, address: str | None, public_key: str | None) -> None:
-        """Add an unknown peer by its address, or one that has moved. Raises `PeerUnreachable` for one without."""
+        """Add an unknown peer by its address, or update one that has moved. Raises `PeerUnreachable` for one without an
+        address.
+        """
         check_alive(self._runtime)
         check_joined(self._runtime.directory, self.name, self.topology)
         check_text(peer, "peer")

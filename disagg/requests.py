@@ -1,6 +1,4 @@
-"""The handles of requests: what `KVManager.receiver` and `KVManager.sender` return. They check what the server passes, and post
-commands to the control thread.
-"""
+"""The handles of requests. They check what the server passes, and post commands to the control thread."""
 
 from __future__ import annotations
 
@@ -41,21 +39,19 @@ from disagg.protocol.types import Chunk, Event, RequestKey
 def combine(events: Iterable[Event]) -> DisaggError | None:
     """The first failure among the events of the ranks that took part in a request; `None` if all succeeded.
 
-    The server collects the events of its ranks; nothing here waits for another rank. An event stays in its process. Ranks in
-    other processes send `event.error`, which can be pickled: the request has succeeded if each of them is `None`.
+    An event stays in its process. Ranks in other processes send `event.error`, which can be pickled: the request has
+    succeeded if each of them is `None`.
     """
     return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
 
 
 class Requests(Protocol):
-    """The requests of a rank: their events, and the rows that they hold."""
-
     def drop_event(self, handle: RequestHandle) -> None:
         """Take the event of a request out of the server's queue, if it is there."""
 
     def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
-        """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row that a
-        receive holds.
+        """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row that
+        a receive holds.
         """
 
 
@@ -64,11 +60,11 @@ class Control(Protocol):
 
     @property
     def requests(self) -> Requests:
-        """The requests of this rank."""
+        """This rank's requests."""
 
     @property
     def sessions(self) -> Sessions:
-        """Requests of this rank; only commands may touch them."""
+        """Only commands may touch them."""
 
     @property
     def local(self) -> LocalRank:
@@ -90,15 +86,15 @@ class Control(Protocol):
 
 
 Place = tuple[str, str, RequestKey, bool]
-"""Direction, peer (empty: any), attempt, and whether any attempt: no two open requests of a rank have the same."""
+"""Direction, peer (empty: any), attempt, and whether any attempt: unique among the open requests of a rank."""
 
 
 class RequestHandle:
-    """One request. Thread-safe. `lease` is that of its rows; `trace` is the W3C `traceparent` of its span, if it has one.
+    """One request. Thread-safe. `lease` holds its rows; `trace` is the W3C `traceparent` of its span, if it has one.
 
-    `event = await handle` waits for its end in an asyncio server, and takes the event: `KVManager.events` does not return it.
-    Cancelling the last task that awaits a request aborts it; `asyncio.shield` keeps it. As a context manager the handle aborts
-    the request if the block raises.
+    In an asyncio server `event = await handle` waits for its end and takes the event: `KVManager.events` does not return
+    it. Cancelling the last task that awaits a request aborts it, unless `asyncio.shield` keeps it. As a context manager the
+    handle aborts the request if the block raises.
     """
 
     direction = ""
@@ -175,7 +171,7 @@ class RequestHandle:
 
     @property
     def timeline(self) -> Timeline:
-        """Where its time went so far; whole once the server has its event."""
+        """Where its time went so far; complete once the server has its event."""
         return self._ending.moments.timeline()
 
     @property
@@ -184,9 +180,9 @@ class RequestHandle:
         return self.lease.released
 
     def abort(self, reason: str) -> None:
-        """End the request towards every rank of the other side. Its rows stay leased until nothing touches them. No receiver
-        takes bytes that are read of a sender's rows after this call. Raises `LocalProtocolError` for a reason that is not a
-        text.
+        """End the request on every rank of the other side. Its rows stay leased until nothing touches them. No receiver
+        takes bytes that are read from a sender's rows after this call. Raises `LocalProtocolError` for a reason that is not
+        a `str`.
         """
         check_text(reason, "reason")
         check_process(self._control)
@@ -206,18 +202,16 @@ class RequestHandle:
         raise NotImplementedError
 
     def on_end(self, callback: Callable[[Event], object]) -> None:
-        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended. The event
-        stays in the queue of `KVManager.events`.
-
-        Raises `LocalProtocolError` if it cannot be called.
+        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended. The
+        event stays in the queue of `KVManager.events`. Raises `LocalProtocolError` if it is not callable.
         """
         if not callable(callback):
             raise LocalProtocolError(f"on_end: expected a function, found {callback!r}")
         self._ending.on_end(callback)
 
     def poll(self) -> Event | None:
-        """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads
-        while they have work, for up to 1 ms, and at most half of the time. The event stays in the queue of `KVManager.events`.
+        """How the request ended, or `None` while it has not; then this yields the GIL as `KVManager.events` does. The event
+        stays in the queue.
         """
         check_process(self._control)
         if self._ending.event is None:
@@ -225,9 +219,8 @@ class RequestHandle:
         return self._ending.take()
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
-        """How the request ended. The event stays in the queue of `KVManager.events`. Raises `TimeoutError` if it has not ended
-        within `timeout_s` seconds, `LocalProtocolError` unless that is a finite number of at least 0, or `None` to wait without
-        a limit.
+        """How the request ended. The event stays in the queue of `KVManager.events`. Raises `TimeoutError` if it has not
+        ended within `timeout_s` seconds (`None`: no limit), `LocalProtocolError` unless that is finite and at least 0.
         """
         check_process(self._control)
         event = self._ending.wait(math.inf if timeout_s is None else check_timeout(timeout_s))
@@ -241,7 +234,7 @@ class RequestHandle:
 
 
 class Receiver(RequestHandle):
-    """One request that this rank receives. See `RequestHandle`."""
+    """A request that this rank receives."""
 
     direction = "receive"
     session: ReceiveSession | None = None
@@ -261,7 +254,7 @@ class Receiver(RequestHandle):
         super().__init__(control, ending, key=key, peer=peer, tag=tag, label=label)
         self.need = need
         self.ids = ids
-        """The rows that are needed, by component."""
+        """The needed rows, by component."""
 
     def _abort_session(self, error: DisaggError, now: float) -> None:
         if self.session is not None:
@@ -269,7 +262,7 @@ class Receiver(RequestHandle):
 
 
 class Sender(RequestHandle):
-    """One request that this rank sends, to every rank of the peer's group that it writes to. See `RequestHandle`."""
+    """A request that this rank sends, to every rank of the peer's group that it writes to."""
 
     direction = "send"
     session: SendSession | None = None
@@ -305,7 +298,7 @@ class Sender(RequestHandle):
 
     @property
     def wanted_at(self) -> float | None:
-        """When a receiver that cannot reserve yet has last called `KVManager.want`, by `time.monotonic`; `None` if none has."""
+        """When a receiver last called `KVManager.want`, by `time.monotonic`; `None` if none has."""
         return None if self.session is None else self.session.wanted_at
 
     def needed(self, component: str) -> TokenRange | None:
@@ -324,8 +317,8 @@ class Sender(RequestHandle):
         """Send `rows`: `tokens` `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
-        Returns at once. Raises `LocalProtocolError` for arguments of the wrong type, a component that was not declared, tokens
-        of a layer that were already sent, rows that a receive holds, more than 65,536 chunks, or after `finish`.
+        Raises `LocalProtocolError` for arguments of the wrong type, an undeclared component, tokens of a layer that were
+        already sent, rows that a receive holds, more than 65,536 chunks, or after `finish`.
         """
         chunk = self._chunk(rows, tokens, layers, ready)
 
@@ -336,10 +329,11 @@ class Sender(RequestHandle):
         self._command(send)
 
     def finish(self, rows: GivenRows | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
-        """Send the last rows, if any. Nothing more will come. Every receiver gets `payload` with its success. For up to 1 ms
-        this yields the GIL to the manager's threads, so that they start the copies now and not once the server waits.
+        """Send the last rows, if any, and give every receiver `payload` with its success. For up to 1 ms this yields the
+        GIL, so that the manager's threads start the copies now and not once the server waits.
 
-        Raises `LocalProtocolError` as `send` does, the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES` bytes.
+        Raises `LocalProtocolError` as `send` does, the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES`
+        bytes.
         """
         check_payload(payload)
         if self._finished:

@@ -20,11 +20,13 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "DISAGG_"
 OTHER_VARIABLES = ("DISAGG_NVLINK_BLOCKS",)
-"""Variables with the prefix that are not settings of a rank: an engine reads them itself."""
+"""Not settings of a rank: an engine reads them itself."""
 _KUBERNETES = re.compile(
     PREFIX + r"(?:\w+?_)??(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)", re.ASCII
 )
-"""What Kubernetes sets in every pod for a Service `disagg` or `disagg-...`. `..._PORT` has a value such as `tcp://host:port`."""
+"""What Kubernetes sets in every pod for a Service `disagg` or `disagg-...`. `..._PORT` has a value such as
+`tcp://host:port`.
+"""
 
 
 def meaning(text: str, **extra: Any) -> msgspec.Meta:
@@ -34,9 +36,7 @@ def meaning(text: str, **extra: Any) -> msgspec.Meta:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting. `key` is its name in files and keywords of `Config.load`, `field` the attribute, and `kind` its type, with
-    `None` if it may be absent.
-    """
+    """`key` is the name in files and keywords of `Config.load`, `field` the attribute."""
 
     key: str
     field: str
@@ -48,22 +48,20 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
         return PREFIX + self.key.upper()
 
     @property
     def flag(self) -> str:
-        """Its option."""
         return str(self.extra.get("flag") or "--" + self.key.replace("_", "-"))
 
     @property
     def base(self) -> Any:
-        """Its type without annotations and without `None`."""
+        """The type without annotations and without `None`."""
         return _base(self.kind)
 
 
 def settings(kind: type[msgspec.Struct]) -> tuple[Setting, ...]:
-    """The settings of a class of configurations, in the order of their declaration."""
+    """In the order of their declaration."""
     hints = typing.get_type_hints(kind, include_extras=True)
     found = []
     for each in msgspec.structs.fields(kind):
@@ -88,24 +86,23 @@ def _base(hint: Any) -> Any:
 
 
 def names_of(base: Any) -> tuple[str, ...] | None:
-    """The keys of a table of numbers such as `limits`, or `None` for other types."""
+    """The keys of a table of numbers such as `limits`; `None` for other types."""
     return tuple(field.name for field in dataclasses.fields(base)) if dataclasses.is_dataclass(base) else None
 
 
 def is_table(setting: Setting) -> bool:
-    """Whether it has names and values, which are written `NAME=VALUE` in text."""
+    """Whether it has names and values, written `NAME=VALUE` in text."""
     return "parse" not in setting.extra and (
         typing.get_origin(setting.base) is Mapping or dataclasses.is_dataclass(setting.base)
     )
 
 
 def is_list(setting: Setting) -> bool:
-    """Whether it has several values."""
     return typing.get_origin(setting.base) is tuple
 
 
 class _Source(NamedTuple):
-    """Values by key, and whether they are text."""
+    """Values by key."""
 
     where: str
     values: Mapping[str, Any]
@@ -123,7 +120,7 @@ def sources(
     *,
     known: Collection[str],
 ) -> tuple[_Source, ...]:
-    """Where settings come from, in ascending priority. `known` are the keys of the settings."""
+    """In ascending priority. `known` are the keys of the settings."""
     given = {
         name: value for name, value in environ.items() if name.startswith(PREFIX) and name not in OTHER_VARIABLES and value
     }
@@ -149,18 +146,17 @@ def _is_of_kubernetes(name: str, value: str, known: Collection[str]) -> bool:
 
 
 def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
-    """The error for a key that no setting has, with those that are spelled similarly."""
     return ConfigError(f"config: expected keys of {', '.join(known)}, found {key!r} ({where}){hint(key, known)}")
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """Which of the words that are known may be meant, at the end of a message."""
+    """`did_you_mean` as the end of a message."""
     meant = did_you_mean(word, known)
     return f"; {meant}" if meant else ""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The question whether a similar word is meant; empty if there is none."""
+    """A question that suggests similar words; empty if there is none."""
     near = difflib.get_close_matches(word, list(known))
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
@@ -173,7 +169,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) -> Any:
-    """A value converted to its type. Raises `ConfigError` with the key, what was expected and found, and where."""
+    """The value converted to the setting's type. Raises `ConfigError` with the key, what was expected and found, and
+    where.
+    """
 
     def wrong(expected: str, found: Any = value, hint: str = "") -> ConfigError:
         return ConfigError(f"config: key {setting.key!r}: expected {expected}, found {found!r} ({where}){hint}")
@@ -211,7 +209,6 @@ def _from_text(setting: Setting, value: str | Sequence[str], wrong: Any) -> Any:
 
 
 def expected_of(setting: Setting, error: msgspec.ValidationError | None = None) -> str:
-    """A description of the expected value."""
     if typing.get_origin(setting.base) is Literal:
         return "one of " + ", ".join(typing.get_args(setting.base))
     said, _, place = str(error or "").partition(" - at ")
