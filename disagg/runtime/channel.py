@@ -1,14 +1,13 @@
-"""The control channel: one ZeroMQ ROUTER that peers connect to, and one DEALER per rank that this one connects to.
+"""The control channel: one ZeroMQ ROUTER that peers connect to, and one DEALER per rank that this one connects to. It does
+not decode messages. One thread owns a channel; only `wake` may be called from any thread.
 
-The channel does not decode messages. Messages for one connection leave together. One thread owns a channel; only `wake` may be
-called from any thread.
+libzmq's own threads ping every peer, so a connection survives a busy interpreter and ends with the peer's process. Only the
+ROUTER pings: every pair of ranks has a connection in each direction, and a ping also tells the DEALER how long it may be
+silent.
 
-libzmq's own threads ping every peer, so a connection ends when the peer's process does not answer or has ended, and stays when
-the peer's interpreter is busy. The ROUTER's monitor tells which connection has ended. Only the ROUTER pings: every pair of
-ranks has a connection in each direction, and a ping also tells the DEALER how long it may be silent.
-
-A poll costs the same for any number of idle peers: the kernel names the sockets on which something has happened. libzmq tells
-that once, and any other call may take the news, so a socket that was written to or read from is looked at again.
+A poll costs the same for any number of idle peers, since an epoll names the sockets on which something has happened. libzmq
+signals that once, and any other call on the socket may consume the signal, so a socket that was written to or read from is
+looked at again.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ logger = ThreadLog(__name__)
 FAILED_PAUSE_S = 0.01
 """Pause after an error of the system, which may last."""
 MAX_SOCKETS = 16384
-"""Sockets of a manager, one for each peer rank; libzmq's own limit is 1,023."""
+"""One for each peer rank; libzmq's own limit is 1,023."""
 MAX_SILENCE_MS = 6_553_500
 """The most that a ping can tell its receiver: tenths of a second in 16 bits."""
 
@@ -52,12 +51,11 @@ class _Peer:
 
 
 class Channel:
-    """A bound ROUTER and the DEALERs of one manager.
+    """`listen` is `tcp://host:port`; off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key
+    may connect. Peers are pinged every `heartbeat_s`, and their connections end after `heartbeat_timeout_s` without an
+    answer.
 
-    `listen` is `tcp://host:port`; off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key may
-    connect. Peers are pinged every `heartbeat_s`, and their connections end after `heartbeat_timeout_s` without an answer.
-
-    Raises `ConfigError` that names an address which cannot be bound.
+    Raises `ConfigError` for an address that cannot be bound.
     """
 
     def __init__(
@@ -129,9 +127,8 @@ class Channel:
         return descriptor
 
     def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None:
-        """Connect to `address`, as connection `dial`. ZeroMQ reconnects by itself.
-
-        Raises `ConfigError` for an address that cannot be dialled, `PeerUnreachable` if this process cannot open a socket now.
+        """Connect to `address`, as connection `dial`. ZeroMQ reconnects by itself. Raises `ConfigError` for an address that
+        cannot be dialled, `PeerUnreachable` if this process cannot open a socket now.
         """
         host, _ = parse_address(address, what="peer address")
         try:
@@ -173,7 +170,7 @@ class Channel:
             peer.socket.close(0)
 
     def send(self, dial: int, data: bytes) -> bool:
-        """Queue `data` for a connection, to leave with the next `poll` or `flush`. Returns whether there is that connection.
+        """Queue `data` for a connection, to leave with the next `poll` or `flush`. Returns whether the connection exists.
         Lost messages are resent by the protocol.
         """
         peer = self._peers.get(dial)
@@ -194,12 +191,12 @@ class Channel:
         return self._monitor.num_refused
 
     def wake(self) -> None:
-        """Make `poll` return. Any thread may call it; once is enough until `poll` has returned."""
+        """Make `poll` return. Any thread may call it."""
         self._alarm.set()
 
     def poll(self, timeout_s: float) -> Iterator[Arrival]:
-        """Everything that has arrived. Waits up to `timeout_s` seconds for the first message, or for `wake`. An error of the
-        system, such as that no descriptor is left, costs what has arrived on that connection; the next call goes on.
+        """Everything that has arrived. Waits up to `timeout_s` seconds for the first message, or for `wake`. An error of
+        the system, such as a lack of descriptors, loses what has arrived on that connection; the next call goes on.
         """
         try:
             yield from self._poll(timeout_s)
@@ -226,7 +223,6 @@ class Channel:
                 yield from self._replies(dial, self._peers[dial])
 
     def _readable(self) -> list[int]:
-        """The descriptors of the sockets that have messages."""
         self._unread.update(descriptor for descriptor, _ in self._epoll.poll(0))
         readable = [each for each in self._unread if int(self._sockets[each].getsockopt(zmq.EVENTS)) & zmq.POLLIN]
         self._unread = set(readable)
@@ -237,7 +233,7 @@ class Channel:
         return _native.busy_poll(seconds, self._watched, completions)
 
     def flush(self) -> None:
-        """Send what was queued. The messages for one connection leave together."""
+        """Send what was queued, the messages of one connection together."""
         unsent, self._unsent = self._unsent, {}
         for peer in unsent.values():
             messages, peer.unsent = peer.unsent, []
@@ -270,7 +266,6 @@ class Channel:
                 yield Closed(connection)
 
     def _ended(self) -> Iterator[Closed]:
-        """Connections that have ended."""
         for connection in self._monitor.take():
             yield Closed(connection)
 
@@ -310,8 +305,8 @@ def _batches(messages: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """Messages that have arrived on a socket, up to a bound, so that no socket starves another. Of one that no rank sends, with
-    too many frames, only the first ones are kept.
+    """Messages that have arrived on a socket, up to a bound, so that no socket starves another. A message with too many
+    frames, which no rank sends, is truncated.
     """
     for _ in range(MAX_BATCH):
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an `Again` exception would cost several times as much
@@ -319,13 +314,13 @@ def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
         frames = [socket.recv(zmq.DONTWAIT, copy=False)]
         while socket.getsockopt(zmq.RCVMORE):
             frame = socket.recv(zmq.DONTWAIT, copy=False)
-            if len(frames) < MAX_FRAMES + 2:  # one is the ROUTER's, and one more tells that there are too many
+            if len(frames) < MAX_FRAMES + 2:  # one is the ROUTER's, and one more shows that there are too many
                 frames.append(frame)
         yield frames
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """The descriptor of the connection that a message came by. `None` for versions of ZMTP before 3, which no rank speaks."""
+    """The descriptor of the connection that a message came by. `None` before ZMTP 3, which no rank speaks."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -25,20 +25,17 @@ from disagg.runtime.peer_processes import PeerProcesses
 logger = ThreadLog(__name__)
 
 MAX_CONNECTING = 4
-"""Ranks that the engine connects to at a time: one that does not answer holds up no other."""
+"""At a time."""
 PROCESS_CHECK_S = 0.5
-"""How often the processes of ranks of this host, connected or fenced, are asked whether they have ended."""
+"""How often processes of connected and fenced ranks are checked for their end."""
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
-"""Delay until the engine of a lost rank is asked again for a proof; it doubles each time, up to the second, and begins anew
-when the rank's process ends."""
+"""Delay until a lost rank is fenced again. It doubles up to the second, and begins anew when the rank's process ends."""
 MAX_FENCING = 4096
-"""Lost ranks that are fenced. Beyond this the oldest are given up: their rows stay quarantined."""
+"""Beyond this the oldest lost ranks are given up: their rows stay quarantined."""
 
 
 @dataclass
 class _Fencing:
-    """A lost rank's engine peer and process, and when it is next fenced."""
-
     engine: RemotePeer
     process: ProcessWatch | None
     next_at: float
@@ -46,7 +43,7 @@ class _Fencing:
     has_ended: bool = False
 
     def check(self, now: float) -> None:
-        """Fence it at once, and then often, when its process has ended."""
+        """Once its process has ended, fence it at once, and then often."""
         if not self.has_ended and self.process is not None and self.process.has_ended():
             self.has_ended, self.delay_s, self.next_at = True, FENCE_S, now
 
@@ -88,7 +85,6 @@ class Connections:
 
     @property
     def next_tick(self) -> float:
-        """When `tick` next has something to do."""
         return min([self._next_check, *(fencing.next_at for fencing in self._fencing.values())])
 
     def tick(self, now: float) -> None:
@@ -98,7 +94,6 @@ class Connections:
         self._fence(now)
 
     def _check(self, now: float) -> None:
-        """Look for processes of connected and of lost ranks that have ended."""
         self._next_check = now + PROCESS_CHECK_S
         self._processes.prune()
         for fencing in self._fencing.values():
@@ -138,7 +133,6 @@ class Connections:
         self._threads.append(thread)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the threads that connect."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -159,7 +153,7 @@ class Connections:
         self._command(lambda now: self._finish(ready, peer, rank, problem, now))
 
     def _finish(self, ready: Ready, peer: Peer, rank: RemoteRank | None, problem: str, now: float) -> None:
-        if peer.connecting is not ready:  # the peer was lost meanwhile, or connects again
+        if peer.connecting is not ready:  # as above
             if rank is not None:
                 self._handshake.discard(ready.peer, rank)
             return
@@ -192,7 +186,6 @@ class Connections:
             self._fence(now)
 
     def forget(self, instance: str) -> None:
-        """Forget the losses of an instance that is not known any more."""
         self.num_losses.pop(instance, None)
 
     def _fence(self, now: float) -> None:

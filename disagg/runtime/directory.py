@@ -1,4 +1,4 @@
-"""The peers of one manager by name: which there are, whether they are ready, and if not why."""
+"""The peers of one manager by name: which there are, and whether they are ready."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PeerStatus(NamedTuple):
 
 
 class Directory:
-    """Any thread may call it. `command` runs a function in the control thread. There, `carry_out` carries out the effects of
-    the peer table, and `on_changed` is called when the configuration of an instance has changed. `allowed_keys` are the public
-    keys that may connect. `admits_unknown`: so may instances that were not configured.
+    """Any thread may call it. `command` runs a function in the control thread. There, `carry_out` carries out the peer
+    table's effects, and `on_changed` is called after a change of configuration. `allowed_keys` are the public keys that may
+    connect, and `admits_unknown` whether instances that were not configured may.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Directory:
         self._changing: Counter[str] = Counter()  # changes that the control thread has not made yet
 
     def add(self, name: str, address: str, public_key: str | None, *, lasting: bool = True) -> None:
-        """Configure an instance; see `PeerTable.add_peer`. The arguments are checked. Raises `PeerUnreachable` for one that is
-        not `lasting` if there are `MAX_ADMITTED` of these.
+        """Configure an instance; see `PeerTable.add_peer`. The arguments are checked. Raises `PeerUnreachable` for one that
+        is not `lasting` if there are `MAX_ADMITTED` of these.
         """
         known = self._peers.instances.get(name)
         if not lasting and known is None:
@@ -77,8 +77,8 @@ class Directory:
             self._change(name, add)
 
     def lacks(self, name: str, address: str) -> bool:
-        """Whether an instance that a request names must be added: it is unknown, or known by an older request's address, and
-        not ready.
+        """Whether an instance that a request names must be added: it is unknown, or not ready at the address of an older
+        request.
         """
         if self.status(name).state == "unknown":
             return True
@@ -87,13 +87,12 @@ class Directory:
         return has_moved and name not in self._changing and not self.is_ready(name)
 
     def remove(self, name: str) -> None:
-        """Forget an instance: its requests end, and it is not accepted any more."""
         self._added.discard(name)
 
         def remove(now: float) -> None:
             if name in self._peers.instances:
                 self._peers.remove_peer(name, "it was removed")
-                self._carry_out(now)  # what comes next may add it again
+                self._carry_out(now)  # the next command may add it again
 
         self._change(name, remove)
 
@@ -115,17 +114,17 @@ class Directory:
         self._command(run)
 
     def forgotten(self, name: str) -> None:
-        """An instance is not known any more. The control thread calls this."""
+        """The control thread calls this."""
         self._added.discard(name)
         self.notify()
 
     @property
     def lacks_leader(self) -> bool:
-        """Whether this rank is not rank 0, and does not know where rank 0 is."""
+        """Whether this rank does not know where rank 0 is, and is not rank 0 itself."""
         return not self._has_leader
 
     def set_leader(self, address: str) -> None:
-        """Join the own instance at its leader. Raises `ConfigError` on rank 0, and the second time."""
+        """Join this instance at its leader. Raises `ConfigError` on rank 0, and the second time."""
         if self._has_leader:
             raise ConfigError(f"set_leader: {self._handshake.me} is the leader, or knows it")
         self._has_leader = True
@@ -141,7 +140,7 @@ class Directory:
         return list(self._peers.instances)
 
     def lasting(self) -> list[str]:
-        """The instances that are configured for good: neither admitted nor named by a request."""
+        """The instances that are neither admitted nor named by a request."""
         return [name for name, each in list(self._peers.instances.items()) if each.forget_at == NEVER]
 
     def is_ready(self, name: str) -> bool:
@@ -153,7 +152,7 @@ class Directory:
         return all(link is not None and link.is_ready and self._handshake.is_connected(link) for link in links)
 
     def refusal(self, name: str) -> str:
-        """Why an instance cannot become ready before one side is started anew; empty if it can."""
+        """Why an instance cannot become ready before one side is restarted; empty if it can."""
         instance = None if name in self._changing else self._peers.instances.get(name)
         return "" if instance is None else instance.refusal
 
@@ -167,7 +166,6 @@ class Directory:
         return "" if self.is_ready(name) else instance.problem
 
     def status(self, name: str) -> PeerStatus:
-        """The state of an instance."""
         if self.is_ready(name):
             return PeerStatus("ready", "")
         if refusal := self.refusal(name):
@@ -206,6 +204,6 @@ class Directory:
         return agreement
 
     def readers(self, name: str) -> Readers:
-        """Whom of an instance this rank writes to. Raises as `known_agreement` does."""
+        """The ranks of an instance that this rank writes to. Raises as `known_agreement` does."""
         agreement = self.known_agreement(name)
         return agreement.readers(self._local), agreement.group_size

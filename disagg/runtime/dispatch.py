@@ -69,14 +69,14 @@ from disagg.transfer.worker import TransferWorker
 logger = ThreadLog(__name__)
 
 NOT_CONFIGURED_S = 3.0
-"""How long a peer that is not configured here may ask before the log says so: both sides are seldom told at the same time."""
+"""How long a peer that is not configured here may ask before the log says so: the two sides are seldom configured at
+once.
+"""
 SHORTAGE_S = 0.1
-"""How long it is not asked again whether there are descriptors to connect with, once there were too few."""
+"""How long a shortage of descriptors is remembered."""
 
 
 class Dispatch:
-    """Joins the channel, the peer table, the sessions and the transfers of one rank."""
-
     def __init__(
         self,
         *,
@@ -157,14 +157,12 @@ class Dispatch:
             self._sessions.on_message(peer, message, now)
 
     def _take_complete(self, peer: PeerRank, message: Complete, now: float) -> None:
-        """A writer's bytes have landed."""
         session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
         if session is not None:
             self._requests.moments_of(session).land(time.monotonic(), TransferPhases(*message.took))
         self._sessions.on_message(peer, message, now)
 
     def reserve_when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
-        """Reserve a session's rows once `ready` has passed."""
         self.not_ready.append((session, ready))
 
     def take_ready(self, now: float) -> None:
@@ -192,7 +190,7 @@ class Dispatch:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def carry_out(self, now: float) -> None:
-        """Carry out every effect, take the worker's reports, and end requests last of all: that may yield the GIL."""
+        """Carry out every effect, take the worker's reports, and end requests last: that may yield the GIL."""
         self.carry_out_peers(now)
         self._carry_out_sessions(now)
         for report in self._worker.take_reports():
@@ -206,7 +204,6 @@ class Dispatch:
             self._requests.end(ended)
 
     def carry_out_peers(self, now: float) -> None:
-        """Carry out the effects of the peer table."""
         while self._peers.effects:
             effect = self._peers.effects.popleft()
             try:
@@ -231,7 +228,7 @@ class Dispatch:
             case ReplyOn(connection, message):
                 if isinstance(message, Reject) and not message.hello_first:
                     self.num_rejected_hellos += 1
-                    # An instance that is not configured yet is the usual start: it passes once `add_peer` is called here, too.
+                    # Usual at the start: it passes once `add_peer` is called here, too.
                     after_s = NOT_CONFIGURED_S if message.field == "instance" else 0.0
                     self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason, after_s=after_s)
                 self.channel.reply(connection, encode(message))
@@ -277,7 +274,7 @@ class Dispatch:
             logger.warning("%s: %s", self._handshake.me, problem)
 
     def _shortage(self) -> str:
-        """Why no connection may be opened now. If there are too few descriptors, that is asked again a little later."""
+        """Why no connection may be opened now; empty if one may."""
         now = time.monotonic()
         if not self._short or now >= self._short_until:
             self._short, self._short_until = shortage(), now + SHORTAGE_S
@@ -327,8 +324,8 @@ class Dispatch:
                     quarantine(lease, reason)
 
     def send(self, peer: PeerRank, message: Message) -> None:
-        """Send a message. One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all
-        checks, only fails the request that waits for it.
+        """One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all checks, only fails
+        the request that waits for it.
         """
         link = self._peers.link(peer)
         if link is None:

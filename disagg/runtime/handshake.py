@@ -30,17 +30,15 @@ from disagg.transfer.staging import Loans
 logger = ThreadLog(__name__)
 
 MAX_TOLD = 2
-"""Processes of a rank of which is known whether they were told that they may write rows."""
+"""Processes of a rank whose terms are remembered."""
 
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A connected rank of a peer: the engine's peer at one epoch and generation of the connection, its process if the kernel
-    attests it, the plans in both directions, and the loans of its slots. `direct`: this rank may write the peer's rows, and not
-    only slots. `has_small`: some of what the peer writes here is packed, whether or not it may write rows.
-
-    `prepared` is the outgoing plan as the engine has it, if the engine computes addresses. `pack` and `unpack` make the streams
-    of the two plans. `gathers_from` is as in `Gathering`.
+    """A connected rank of a peer, at one epoch and generation of the connection. `process` is there if the kernel attests
+    it. `direct`: this rank may write the peer's rows, and not only slots. `has_small`: the peer packs some of what it
+    writes here even if it may write rows. `prepared` is the outgoing plan as the engine has it, if the engine computes
+    addresses. `pack` and `unpack` make the streams of `plan` and `incoming`. `gathers_from` is as in `Gathering`.
     """
 
     epoch: int
@@ -68,11 +66,12 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 
 @dataclass
 class Peer:
-    """One rank of a peer, from its first hello or welcome until its instance is forgotten. Only the control thread changes it.
+    """One rank of a peer, from its first hello or welcome until its instance is forgotten. Only the control thread changes
+    it.
 
-    `told`: whether its last processes were told that they may write rows, by epoch. `connecting`: as what the engine is being
-    connected to it. `remote` is there while the engine is connected. `writing`: the engine by which it writes here, as it has
-    said last. `waiting`: the transfers to it that wait for the engine, by request.
+    `told`: whether its last processes were told that they may write rows, by epoch. `connecting` is there while the engine
+    connects, and `remote` while it is connected. `writing`: the engine by which the rank writes here, from its last
+    message. `waiting`: transfers that wait for the engine, by request.
     """
 
     told: dict[int, bool] = field(default_factory=dict)
@@ -88,7 +87,6 @@ class _Instance:
     ranks: dict[int, Peer] = field(default_factory=dict)
 
     def connected(self) -> list[int]:
-        """The connected ranks."""
         return [number for number, peer in tuple(self.ranks.items()) if peer.remote is not None]
 
 
@@ -129,39 +127,35 @@ class Handshake:
         return PeerRank(self._identity.instance, self._identity.rank)
 
     def agreement(self, instance: str) -> Agreement | None:
-        """The plan agreement with a peer instance."""
         found = self._instances.get(instance)
         return found.agreement if found is not None else None
 
     def peer(self, peer: PeerRank) -> Peer:
-        """A rank of a peer instance. There is nothing of one that is not known."""
+        """A rank of a peer instance; an empty `Peer` for an unknown one."""
         found = self._instances.get(peer.instance)
         return Peer() if found is None else found.ranks.get(peer.rank, Peer())
 
     def peers(self) -> list[tuple[PeerRank, Peer]]:
-        """Every rank of every peer instance."""
         instances = tuple(self._instances.items())
         return [(PeerRank(name, number), peer) for name, found in instances for number, peer in tuple(found.ranks.items())]
 
     def rank(self, peer: PeerRank) -> RemoteRank | None:
-        """A connected rank of a peer instance."""
         return self.peer(peer).remote
 
     def is_connected(self, link: PeerConnection) -> bool:
-        """Whether the engine is connected as a link is. Until the loss of an earlier process is carried out, it is connected to
-        that one, and rows that were reserved now would count as that one's.
+        """Whether the engine is connected as a link is. After a restart of the peer it stays connected to the earlier
+        process until that loss is carried out, and rows reserved before would count as that process's.
         """
         rank = self.rank(link.peer)
         return rank is not None and (rank.epoch, rank.generation) == (link.epoch, link.generation)
 
     def num_connected(self, instance: str) -> int:
-        """The number of connected ranks of a peer instance."""
         found = self._instances.get(instance)
         return len(found.connected()) if found is not None else 0
 
     def hello(self, sent: SendHello, *, leader: str | None, to: PeerRank | None = None) -> Hello:
-        """This rank's introduction. The rank `to` is expected at the other end. `leader` is the control address of this
-        instance's leader, if it is known.
+        """This rank's introduction. The rank `to` is expected at the other end. `leader` is the address of this instance's
+        leader, if known.
         """
         return Hello(
             **self._header(),
@@ -176,7 +170,6 @@ class Handshake:
         )
 
     def _header(self) -> dict[str, Any]:
-        """What hello and welcome have in common."""
         me = self._identity
         return {
             "version": PROTOCOL_VERSION,
@@ -211,17 +204,17 @@ class Handshake:
         )
 
     def _own_endpoint(self) -> bytes:
-        """The engine's endpoint, which stays the same once its memory is registered."""
+        """It stays the same once the engine's memory is registered."""
         self._endpoint = self._endpoint or self._backend.endpoint()
         return self._endpoint
 
     def _terms(self, hello: Hello) -> tuple[Lending | None, bool]:
-        """What this rank lends to a peer, and whether the peer may write rows. A process that the kernel attests may: its end
-        is proved at once. Others write slots, if they can, so that no row waits for a proof that cannot come.
+        """What this rank lends to a peer, and whether the peer may write rows. A process that the kernel attests may: its
+        end is proved at once. Others write slots if they can, so that no row waits for a proof that cannot come.
         """
         peer = PeerRank(hello.instance, hello.rank)
         told = self.peer(peer).told
-        if hello.epoch not in told:  # what a process was told first, counts
+        if hello.epoch not in told:  # the first answer to a process stands
             attested = self._attest(hello.instance, hello.rank, hello.epoch) is not None
             must_pack = hello.packs and self._pack_below > 0 and not self._direct_between_hosts
             told[hello.epoch] = attested or not must_pack
@@ -232,12 +225,10 @@ class Handshake:
     def is_direct(self, peer: PeerRank, epoch: int) -> bool:
         """Whether a rank at an epoch may have written rows. One that was never told of this rank's memory cannot have."""
         told = self.peer(peer).told
-        return told.get(epoch, len(told) == MAX_TOLD)  # it may be among those that are forgotten
+        return told.get(epoch, len(told) == MAX_TOLD)  # it may be among the forgotten ones
 
     def validate_welcome(self, welcome: Welcome) -> tuple[int, frozenset[int]]:
-        """Validate a peer's welcome and return its number of ranks, and those that this rank connects to. Raises `DisaggError`
-        as `accept_hello` does.
-        """
+        """The peer's number of ranks, and those that this rank connects to. Raises `DisaggError` as `accept_hello` does."""
         who = PeerRank(welcome.instance, welcome.rank)
         self._check_model(welcome)
         if welcome.version != PROTOCOL_VERSION:
@@ -253,7 +244,7 @@ class Handshake:
         return agreement.num_ranks, agreement.partners(self._local)
 
     def _check_descriptors(self, hello: Hello) -> None:
-        """Raise `Undecided` where an engine might not be able to accept the peer: some do not recover from that."""
+        """Raise `Undecided` while descriptors are short: some engines do not recover from a failed accept."""
         if short := shortage():
             problem = f"{hello.instance}/{hello.rank} must wait: {short}"
             self._warnings.warning("%s: %s", self.me, problem)
@@ -293,7 +284,7 @@ class Handshake:
         return known.agreement
 
     def connecting(self, peer: PeerRank, welcome: Welcome) -> Callable[[], RemoteRank]:
-        """A function that connects the engine to a rank and plans towards it. It may take as long as the engine waits for a
+        """A function that connects the engine to a rank and plans towards it. It blocks as long as the engine waits for the
         peer, so another thread calls it. It raises `DisaggError` if the rank cannot be reached.
         """
         return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome)
@@ -341,7 +332,6 @@ class Handshake:
         )
 
     def add(self, peer: PeerRank, rank: RemoteRank) -> None:
-        """Make a rank available for transfers."""
         found = self.peer(peer)
         found.remote = rank
         self._note_writer(found)
@@ -356,13 +346,12 @@ class Handshake:
         return Writing(engine=engine, epoch=self._identity.epoch, generation=rank.generation)
 
     def written_by(self, peer: PeerRank, said: Writing) -> None:
-        """A rank has said by which engine it writes here."""
         found = self.peer(peer)
         found.writing = said
         self._note_writer(found)
 
     def _note_writer(self, peer: Peer) -> None:
-        """Tell the engine what a rank has said, if it is connected as it was then."""
+        """Tell the engine how a rank writes, unless the rank has connected anew since it said so."""
         rank, said = peer.remote, peer.writing
         if rank is None or said is None or not isinstance(self._backend, SeveralEngines):
             return
@@ -376,7 +365,6 @@ class Handshake:
             del self._instances[instance]
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
-        """Close the engine's connection to a rank."""
         try:
             self._backend.disconnect(rank.engine)
         except Exception as error:  # noqa: BLE001 (whatever it is, it concerns this peer only)

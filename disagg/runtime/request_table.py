@@ -30,9 +30,8 @@ logger = ThreadLog(__name__)
 
 @dataclass
 class Request:
-    """One request. `handle` is the server's, and `ending` the manager's half of it. `session` is its protocol session once it
-    was opened; `ended` is set once the server has its event, and the record stays until the lease is released. `held` is the
-    number of its rows.
+    """`ended` is set once the server has its event; the record stays until the lease is released. `held` is the number of
+    its rows in `HeldRows`.
     """
 
     handle: Receiver | Sender
@@ -45,8 +44,6 @@ class Request:
 class RequestTable:
     """Ends requests: the log, the metrics, the server's events, and threads that wait. Calls may come from any thread, but
     `open` and `end` only from the control thread, or after its end.
-
-    `fileno` is readable while there are events.
     """
 
     def __init__(
@@ -69,8 +66,8 @@ class RequestTable:
     # -- the server's threads ----------------------------------------------------------------------------------------
 
     def add(self, handle: Receiver | Sender, ending: Ending) -> None:
-        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, if another receive holds a row or a
-        send reads it, and once the manager drains.
+        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, if another receive holds a row
+        or a send reads it, and once the manager drains.
         """
         if self._draining:
             raise LocalProtocolError("the manager is draining: it takes no new requests")
@@ -89,9 +86,7 @@ class RequestTable:
             self._tracing.begin(handle)
 
     def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
-        """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row that a
-        receive holds.
-        """
+        """As `Requests.hold`."""
         request = self._requests.get(handle.lease)
         if request is not None:
             layouts, placements = self._layouts, self._placements
@@ -112,14 +107,13 @@ class RequestTable:
         return len(self._ended)
 
     def take_events(self) -> list[Event]:
-        """Every event since the last call, without those of awaited requests."""
-        with self._lock:  # several threads may ask
+        """Without those of awaited requests."""
+        with self._lock:
             ended, self._ended = self._ended, {}
             self._clear_descriptor()
         return [event for ending in ended.values() if (event := ending.take()) is not None]
 
     def drop_event(self, handle: RequestHandle) -> None:
-        """Take the event of a request out of the queue, if it is there."""
         with self._lock:
             if self._ended.pop(handle, None) is not None and not self._ended:
                 self._clear_descriptor()
@@ -131,7 +125,6 @@ class RequestTable:
 
     @property
     def is_draining(self) -> bool:
-        """Whether new requests are refused."""
         return self._draining
 
     def drain(self, timeout_s: float) -> bool:
@@ -154,13 +147,10 @@ class RequestTable:
     # -- the control thread ------------------------------------------------------------------------------------------
 
     def has(self, handle: Receiver | Sender) -> bool:
-        """Whether a request is in the table: it has not ended, or its lease is not released."""
         return handle.lease in self._requests
 
     def open(self, handle: Receiver | Sender, run: Callable[[], Session]) -> None:
-        """Open the session of a request, unless the request has ended meanwhile. Its record stays until the session's lease is
-        released.
-        """
+        """Open the session of a request, unless the request has ended meanwhile."""
         request = self._requests.get(handle.lease)
         if request is None:
             return
@@ -168,12 +158,11 @@ class RequestTable:
         handle.lease.on_release(functools.partial(self._on_release, handle.lease))
 
     def moments_of(self, session: Session) -> Moments:
-        """When what happened to a request, and how much it has moved."""
         request = self._requests.get(session.lease)
         return Moments() if request is None else request.ending.moments
 
     def end(self, events: Sequence[Event]) -> None:
-        """Requests have ended: log and count them, then wake the threads that wait, which may take the GIL."""
+        """Log and count requests that have ended, then wake the threads that wait, which may take the GIL."""
         ended: list[Ending] = []
         try:
             for event in events:
@@ -199,7 +188,7 @@ class RequestTable:
                 ended[-1].yield_to_waiter()
 
     def _put(self, request: Request, event: Event) -> None:
-        """Give the handle its event, and put it into the server's queue, unless a task awaits the request."""
+        """Give the handle its event, and queue it unless a task awaits the request."""
         with self._lock:
             request.ending.end(event)
             if not request.ending.is_awaited:
@@ -240,7 +229,7 @@ class RequestTable:
             release(session.lease)
 
     def close(self) -> None:
-        """Close the descriptor. Requests that end from now on are still reported by their handles."""
+        """Requests that end from now on are still reported by their handles."""
         with self._lock:
             descriptor, self._event_fd = self._event_fd, -1
         os.close(descriptor)
