@@ -28,8 +28,8 @@ logger = ThreadLog("disagg.requests")
 
 
 class Stats(TransferPhases, kw_only=True):
-    """All transfers that this rank has started since its manager was built: bytes written, pieces posted, and the sums of their
-    phases; `unpack_s` is that of received slots. `verified` counts received requests that were compared with what was sent,
+    """All transfers that this rank has started since its manager was built: bytes written, pieces posted, and seconds by
+    phase; `unpack_s` is that of received slots. `verified` counts received requests that were compared with what was sent,
     `mismatches` those that differed.
     """
 
@@ -48,7 +48,6 @@ class Stats(TransferPhases, kw_only=True):
         return {"direct": self.nbytes - self.nbytes_packed, "packed": self.nbytes_packed}
 
     def add(self, settled: Settled) -> None:
-        """Add a transfer that has settled."""
         self.bind_s += settled.phases.bind_s
         self.pack_s += settled.phases.pack_s
         self.post_s += settled.phases.post_s
@@ -62,9 +61,7 @@ class Stats(TransferPhases, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """One request that has ended on this rank. `label` is the server's own name of the request. `nbytes` is this rank's share,
-    written to its receivers or received from its writers, or 0 if it failed before.
-    """
+    """`nbytes` is this rank's share, written to its receivers or received from its writers."""
 
     rank: str
     request_id: str
@@ -82,8 +79,8 @@ class RequestRecord:
 
     @property
     def values(self) -> dict[str, str | int | float]:
-        """What the log has of it, in order: in place of `timeline`, `total_s` from the call to the end, and the phases that add
-        up to it.
+        """For the log, in order; in place of `timeline`, `total_s` from the call to the end, and the phases that add up to
+        it.
         """
         found: dict[str, str | int | float] = {}
         for name, value in vars(self).items():
@@ -106,7 +103,6 @@ def _plain(value: object) -> str:
 
 
 def as_line(values: Mapping[str, str | int | float]) -> str:
-    """Values as `name=value` pairs, on one line."""
     return " ".join([f"{name}={_plain(value)}" for name, value in values.items()])
 
 
@@ -127,7 +123,6 @@ def account(record: RequestRecord, metrics: Metrics | None) -> None:
 
 
 def wanted(metrics: Metrics | None, cause: Cause | None) -> bool:
-    """Whether the record of a request would be logged or counted."""
     return metrics is not None or logger.isEnabledFor(logging.INFO if cause is None else logging.WARNING)
 
 
@@ -178,7 +173,6 @@ Session = ReceiveSession | SendSession
 
 
 def quarantine_of(session: Session, *, ended: bool) -> Quarantine:
-    """Why the rows of a session are quarantined. `ended`: its manager has ended."""
     if ended:
         return Quarantine.ENDED
     if isinstance(session, ReceiveSession):
@@ -202,7 +196,7 @@ def quarantined(sessions: Iterable[Session], *, ended: bool) -> tuple[dict[str, 
 
 
 def num_rows(session: Session) -> int:
-    """Distinct rows of all components that a session holds."""
+    """Distinct rows of all components."""
     given = [session.rows] if isinstance(session, ReceiveSession) else [chunk.rows for chunk in tuple(session.chunks)]
     return len({(name, row) for rows in given for name, listed in rows.items() for row in _ids(listed)})
 
@@ -214,8 +208,8 @@ def _ids(rows: Rows) -> Iterable[int]:
 def states(
     receives: Iterable[ReceiveSession], sends: Iterable[SendSession], *, num_unopened: int
 ) -> dict[tuple[str, str], int]:
-    """Requests by direction and state. A send is as far as the least advanced of its destinations; a receive whose peer is not
-    ready yet is `unopened`.
+    """Requests by direction and state. A send is as far as its least advanced destination; a receive whose peer is not
+    ready is `unopened`.
     """
     counts = Counter(("receive", session.state.value) for session in receives)
     counts.update(("send", _send_state(session).value) for session in sends)

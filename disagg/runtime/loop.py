@@ -1,6 +1,4 @@
-"""The control thread: it alone touches the protocol. It takes what arrives, runs commands of other threads, and carries out
-the effects. If a thread of the manager dies, every request fails at once.
-"""
+"""The control thread, which alone touches the protocol. If a thread of the manager dies, every request fails at once."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ logger = ThreadLog(__name__)
 READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
 MAX_TIMER_LATENESS_S = 2e-3
-"""Maximum lateness of timers under load."""
 BUSY_POLL_S = 100e-6
 """Length of one busy poll if Python must poll some of the work."""
 
 
 class Timed(Protocol):
-    """Something with timers: `tick` runs those that are due, and `next_tick` says when the next one is."""
+    """`tick` runs timers that are due, and `next_tick` says when the next one is."""
 
     def tick(self, now: float) -> None: ...
 
@@ -68,12 +65,12 @@ class CommandQueue:
 
 
 class Loop:
-    """The control thread of one manager. `timed` tick in this order, and the effects of the peer table are carried out after
-    each. `on_death` is called in the thread if it dies, or if the worker has died.
+    """The control thread of one manager. `timed` tick in this order, and the effects of the peer table are carried out
+    after each. `on_death` is called in the thread if it or the worker dies; `problem` says why. `over` is set before the
+    requests fail, so that a request opened later sees it.
 
-    After the last activity it polls for `spin_s` without a sleep, and advances transfers itself, because two awake threads
-    would contend for the GIL. `problem` says why it died. `over` is set before the requests fail, so that a request opened
-    later sees it.
+    For `spin_s` after the last activity it polls without a sleep, and advances transfers itself: a second awake thread
+    would contend for the GIL.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class Loop:
         self.thread.join(JOIN_TIMEOUT_S)
 
     def fail(self, thread: str, error: BaseException) -> None:
-        """In another thread of the manager that has died: nothing settles without it, so the control thread ends too."""
+        """Another thread of the manager has died: nothing settles without it, so the control thread ends too."""
         self.problem = f"the {thread} thread died: {type(error).__name__}: {error}"
         self._cause = error  # last: the control thread ends when it sees this, and keeps the problem that is there
         self.channel.wake()
@@ -139,7 +136,6 @@ class Loop:
             self._on_death(self.problem)
 
     def _check_threads(self) -> None:
-        """Raise the error that has ended another thread of the manager."""
         if self._cause is not None:
             raise self._cause
 
@@ -161,9 +157,9 @@ class Loop:
         self._run_timers(now)
 
     def _take_arrived(self) -> tuple[bool, bool]:
-        """Take messages. Returns whether any was about a request, and whether there was any."""
+        """Whether any message was about a request, and whether there was any."""
         work = arrived = False
-        # Commands and reports are carried out first: polling takes a while. It happens in every second iteration at least.
+        # Commands and reports go first, because polling takes a while, but never twice in a row.
         self._skipped_channel = not self._skipped_channel and bool(self._commands.pending or self._worker.has_reports)
         if self._skipped_channel:
             return work, arrived
@@ -180,7 +176,7 @@ class Loop:
             self._next_timer_check = now + MAX_TIMER_LATENESS_S
             self._next_due()
         if now >= self._due:
-            self._due = NEVER  # until it is computed again
+            self._due = NEVER
             for timed in self._timed:
                 timed.tick(now)
                 self._dispatch.carry_out_peers(now)
@@ -188,10 +184,9 @@ class Loop:
         self._due_known = False
 
     def _busy_poll(self, seconds: float) -> None:
-        """Poll for what is likely to come next, without a sleep. The next iteration takes it.
-
-        If native code polls everything, it keeps the GIL released until there is something: a server that launches kernels
-        meanwhile would otherwise wait for Python's turns here.
+        """Poll for what is likely to come next, without a sleep. The next iteration takes it. If native code polls
+        everything, it keeps the GIL released until there is something, so that a server that launches kernels meanwhile
+        does not wait for the GIL.
         """
         completions, all_native = self._worker.completions()
         if not all_native:
@@ -203,7 +198,6 @@ class Loop:
             self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
 
     def _idle_s(self) -> float:
-        """Seconds until the next timer."""
         now = time.monotonic()
         if self._commands.pending or self._worker.has_reports or now < self._awake_until:
             return 0.0
@@ -211,7 +205,7 @@ class Loop:
         return min(idle_s, READY_POLL_S) if self._dispatch.not_ready else idle_s
 
     def _next_due(self) -> float:
-        """When the next timer is due. Computed before a wait only: an iteration that has work does without."""
+        """Computed only before a wait."""
         if not self._due_known:
             self._due = min(timed.next_tick for timed in self._timed)
             self._due_known = True

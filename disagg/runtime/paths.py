@@ -1,9 +1,9 @@
 """Which path the pieces of a transfer take, and their binding to the request's rows.
 
-Engines pay for each piece. Large pieces, and small ones whose neighbours join into long copies, go directly. Other small pieces
-are packed into slots of the peer's, and the peer unpacks them. The writer tells the peer which span classes a slot holds, and
-the peer derives from its own rows where the bytes belong. A peer whose rows only its own process may write gets all pieces so,
-and numbers that the peer holds in another format are converted while they are packed.
+Engines pay for each piece. Large pieces, and small ones that join into long copies, go directly; others are packed into
+slots that the peer unpacks. A writer sends the span classes of a slot, and the peer derives from its own rows where the
+bytes belong. All pieces are packed for a peer whose rows only its own process may write, and those of components whose
+numbers are converted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_PIECES = 32
 
 
 class Path(enum.Enum):
-    """How the pieces of a span class travel. `GATHERED` is also piece by piece: the engine itself gathers them cheaply."""
+    """`GATHERED` is also piece by piece: the engine itself gathers them cheaply."""
 
     DIRECT = "direct"
     GATHERED = "gathered"
@@ -44,8 +44,8 @@ def path_of(small: BoundRows, pack_below: int, gathers_from: int | None = None) 
         return Path.DIRECT
     if gathers_from is None or not _gathers(source_stream([("", small)]), gathers_from):
         return Path.PACKED
-    # The threshold holds for pieces that are apart on both sides. If the engine gathers, the source's side costs no more than
-    # packing would, so half the threshold counts.
+    # `pack_below` is for pieces that are apart on both sides. An engine that gathers makes the source's side as cheap as
+    # packing, so half of it counts.
     return Path.GATHERED if destination.total >= destination.num_pieces * (pack_below / 2) else Path.PACKED
 
 
@@ -59,9 +59,8 @@ def bind_outgoing(
     gathers_from: int | None = None,
     make_stream: MakeStream = source_stream,
 ) -> BoundTransfer:
-    """Every copy of a transfer, by its path. `packs`: whether the peer lends slots; if not `direct`, everything is packed.
-    Components whose numbers are converted are packed, too. `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do
-    not fit.
+    """Every copy of a transfer, by its path. `packs`: the peer lends slots. Unless `direct`, everything is packed.
+    `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do not fit.
     """
     posted: list[CopyBatch] = []
     parts: list[Part] = []
@@ -107,9 +106,8 @@ def bind_incoming(
     *,
     make_stream: MakeStream = destination_stream,
 ) -> PackedStream:
-    """Where a writer's packed stream belongs, by this side's rows.
-
-    Raises `RemoteProtocolError` for parts that this side does not expect, `LayoutError` for rows that do not fit.
+    """Where a writer's packed stream belongs, by this side's rows. Raises `RemoteProtocolError` for parts that this side
+    does not expect, `LayoutError` for rows that do not fit.
     """
     packed: list[tuple[str, BoundRows]] = []
     if len({part.component for part in parts}) < len(parts) or any(len(set(part.spans)) < len(part.spans) for part in parts):
@@ -129,8 +127,6 @@ def bind_incoming(
 
 
 class _Outgoing(NamedTuple):
-    """What one component contributes to a transfer, and the rows on both sides."""
-
     plan: ComponentPlan
     written: Written
     source: Rows
@@ -138,7 +134,6 @@ class _Outgoing(NamedTuple):
     num_tokens: int
 
     def bind(self, spans: tuple[int, ...] | None = None) -> BoundRows:
-        """Bind the span classes `spans`, or all."""
         return bind_rows(
             self.plan,
             source=self.source,
@@ -151,7 +146,6 @@ class _Outgoing(NamedTuple):
 
 
 def _outgoing(plan: TransferPlan, start: StartTransfer) -> Iterator[_Outgoing]:
-    """Every component of a transfer that this pair of ranks has a plan for."""
     for written in start.written:
         component, source = plan.components.get(written.component), start.chunk.rows.get(written.component)
         if component is None or source is None:
@@ -163,7 +157,6 @@ def _outgoing(plan: TransferPlan, start: StartTransfer) -> Iterator[_Outgoing]:
 
 
 def _gathers(stream: Stream, gathers_from: int | None) -> bool:
-    """Whether the engine should gather a stream's pieces itself."""
     return gathers_from is not None and 0 < gathers_from * stream.num_pieces <= stream.total
 
 

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSettings:
-    """Checked settings of one manager; `KVManager` has the meaning of each."""
+    """Checked settings; `KVManager` has the meaning of each."""
 
     name: str
     topology: Topology
@@ -79,9 +79,8 @@ class RuntimeSettings:
 
 
 class Runtime:
-    """The threads and the state of one manager. `start` starts them; `close` ends them and gives back everything.
-
-    Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
+    """The threads and the state of one manager. Raises `ConfigError` for invalid settings, `BackendUnavailable` if the
+    engine cannot be used.
     """
 
     def __init__(self, settings: RuntimeSettings, components: Sequence[Component]) -> None:
@@ -263,14 +262,11 @@ class Runtime:
         self.commands.put(self.peers.join)
 
     def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
-        """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
         self.commands.put(run, on_error)
 
     def open(self, handle: Receiver | Sender, ending: Ending, open_session: OpenSession, *, wait_until: float = NEVER) -> None:
-        """Register a request and have its session opened. The peer of a receive is waited for until `wait_until`. A failure
-        ends the request, also if the control thread dies just now.
-
-        Raises `LocalProtocolError` if the same attempt is under way.
+        """Register a request and have its session opened. A receive waits for its peer until `wait_until`. A failure ends
+        the request, also if the control thread dies just now. Raises `LocalProtocolError` if the same attempt is under way.
         """
         self.requests.add(handle, ending)
         if isinstance(handle, Receiver):
@@ -281,7 +277,7 @@ class Runtime:
             self.requests.fail_all(self.problem)
 
     def end_unopened(self, handle: RequestHandle, error: DisaggError) -> None:
-        """End a request that has no session, in the control thread."""
+        """In the control thread."""
         self.openings.end(handle, error)
 
     def add_on_close(self, close: Callable[[], None]) -> None:
@@ -289,7 +285,6 @@ class Runtime:
         self._opened.callback(close)
 
     def close(self) -> None:
-        """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first."""
         self.lifetime.end()
 
     def _threads(self) -> tuple[threading.Thread, ...]:
@@ -316,7 +311,7 @@ class Runtime:
                     memory.keep_mapped()
 
     def abandon(self) -> None:
-        """Give back everything before `start`."""
+        """Instead of `start`."""
         self._opened.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
@@ -335,7 +330,6 @@ class Runtime:
 
     @property
     def inherited(self) -> str:
-        """Why a forked child cannot use the manager; empty in the process that built it."""
         return self.lifetime.inherited
 
     def queue_depths(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Transfers of requests: effects of the protocol become jobs of the transfer worker, and its reports calls of the protocol."""
+"""Effects of the protocol become jobs of the transfer worker, and its reports calls of the protocol."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ from disagg.transfer.staging import Loans
 from disagg.transfer.worker import TransferWorker
 
 MAX_STREAMS = 256
-"""Streams kept for one request; an earlier one is bound again if another slot of it comes."""
+"""Kept for one request; an earlier one is bound again if another slot of it comes."""
 
 
 class Transfers:
-    """Starts transfers and takes the worker's reports, in the control thread. `on_unreachable` is called for a peer to
-    which the engine's connection is broken.
-    """
+    """Used by the control thread. `on_unreachable` is called for a peer to which the engine's connection is broken."""
 
     def __init__(
         self,
@@ -71,8 +69,8 @@ class Transfers:
     # -- effects -----------------------------------------------------------------------------------------------------
 
     def start(self, start: StartTransfer, now: float) -> None:
-        """Submit a transfer to the worker, or keep it until its rank is connected. One for rows of a process that has ended
-        fails: the reservation was read or parked after that, and this rank's memory is another one's.
+        """Submit a transfer to the worker, or keep it until its rank is connected. A transfer for rows of a process that
+        has ended fails.
         """
         ticket = start.ticket
         session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
@@ -83,7 +81,7 @@ class Transfers:
         if rank is None and not destination.ended:
             peer.waiting.setdefault(ticket.key, []).append(start)
             return
-        if rank is None or not start.is_for(rank.epoch):  # lost just before, nothing will cancel this
+        if rank is None or not start.is_for(rank.epoch):  # lost just before, so nothing will cancel this
             what = "is gone" if rank is None else "has restarted since it reserved these rows"
             self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} {what}")
             return
@@ -112,7 +110,7 @@ class Transfers:
             self._sessions.unpacked(slot, now, error=f"{slot.peer} is gone")
             return
         filled, key = slot.filled, (slot.peer, slot.filled.chunk)
-        if key not in session.streams:  # the worker binds a chunk's stream when it unpacks the first slot of it
+        if key not in session.streams:  # bound when the worker unpacks the first slot of the chunk
             bind = functools.partial(
                 bind_incoming, rank.incoming, filled.parts, session.rows, session.need, make_stream=rank.unpack
             )
@@ -138,7 +136,7 @@ class Transfers:
             self._on_unreachable(effect.peer, str(error), now)
 
     def return_loans(self, effect: ReturnLoans, now: float) -> None:
-        """No request is open towards a peer: what it has lent goes back."""
+        """No request is open towards a peer: its loans go back."""
         loans = self._loans_of(effect.peer)
         if loans is not None:
             self._sessions.borrower.give_back(effect.peer, loans, now)
@@ -150,17 +148,17 @@ class Transfers:
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def connected(self, peer: PeerRank, now: float) -> None:
-        """Start what waited for this rank."""
         for start in self._take_waiting(peer):
             self.start(start, now)
 
     def cancel(self, cancelled: CancelTransfers, now: float) -> None:
-        """A request has failed: end its transfers that wait for a connection. The worker asks before it begins one."""
+        """End the transfers of a failed request that wait for a connection. The worker checks `cancelled` before it begins
+        one.
+        """
         for start in self._handshake.peer(cancelled.peer).waiting.pop(cancelled.key, ()):
             self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
 
     def lost(self, peer: PeerRank, cause: str, now: float) -> None:
-        """Fail what waited for this rank."""
         for start in self._take_waiting(peer):
             self._sessions.sends.settled(start.ticket, now=now, error=f"{peer} is gone: {cause}")
 
@@ -170,7 +168,6 @@ class Transfers:
         return itertools.chain(*waiting.values())
 
     def forget(self, instance: str, now: float) -> None:
-        """Fail what waited for the ranks of an instance that is not known any more."""
         for peer, _ in self._handshake.peers():
             if peer.instance == instance:
                 self.lost(peer, "it was removed", now)
@@ -178,7 +175,6 @@ class Transfers:
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def take(self, report: Report, now: float) -> None:
-        """Take one report of the worker."""
         if isinstance(report, Unpacked):
             self._take_unpacked(report, now)
             return
@@ -218,7 +214,7 @@ class Transfers:
         )
 
     def count_settled(self) -> None:
-        """Add what has settled since the last call to the statistics. This comes last: it delays no message."""
+        """Add what has settled since the last call to the statistics. It runs last, so that it delays no message."""
         for report, session in self._settled:
             self._stats.add(report)
             if session is not None:

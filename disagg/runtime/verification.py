@@ -46,8 +46,8 @@ MAX_THREADS = 4
 def checksum_sent(
     plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: ChecksumFunction
 ) -> tuple[PartialChecksums, ...]:
-    """A writer's checksums of one chunk. Raises `LayoutError` for rows outside its pools, and for a reserve of fewer pages than
-    it needs.
+    """A writer's checksums of one chunk. Raises `LayoutError` for rows outside its pools, and for a reserve of too few
+    pages.
     """
     found = []
     for written in start.written:
@@ -69,10 +69,7 @@ def checksum_sent(
 
 
 def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: ChecksumFunction) -> None:
-    """Compare received rows with the writers' checksums.
-
-    Raises `VerificationFailed`, naming component, layer and page, if they differ.
-    """
+    """Raises `VerificationFailed`, naming component, layer and page, if received rows differ from the writers' checksums."""
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
         plan, rows, need = plans[name], start.rows[name], start.need[name]
         pages = page_range(plan, need)
@@ -109,12 +106,11 @@ class _Job(NamedTuple):
     wanted: Callable[[], bool]
 
     def has_passed(self) -> bool:
-        """Whether its event has passed."""
         return self.ready is None or bool(self.ready.query())
 
 
 class ChecksumWorker:
-    """One supervised thread that computes checksums. It starts with its first job, and calls `on_death` if it fails."""
+    """One supervised thread, which starts with its first job. It calls `on_death` if it fails."""
 
     def __init__(self, *, name: str, on_death: Callable[[BaseException], None]) -> None:
         self._on_death = on_death
@@ -131,13 +127,13 @@ class ChecksumWorker:
         ready: ReadyEvent | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Call `run` once `ready` has passed, unless it is not `wanted` any more, then `done` with its result and its error,
-        one of the two being `None`. Only one thread may call this.
+        """Call `run` once `ready` has passed, unless it is not `wanted` any more, then `done` with its result or its error.
+        Only one thread may call this.
         """
         if not self._started:
             try:
                 self.thread.start()
-            except RuntimeError as error:  # there are no more threads; the next job tries again
+            except RuntimeError as error:  # no more threads; the next job tries again
                 done(None, _uncomputed(f"there is no thread to compute them with: {error}"))
                 return
             self._started = True
@@ -150,7 +146,6 @@ class ChecksumWorker:
         return len(self._jobs)
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more jobs and end."""
         self._jobs.append(None)
         self._wake.set()
         if self._started:
@@ -191,15 +186,12 @@ def _attempt(run: Callable[[], T]) -> tuple[T | None, DisaggError | None]:
 
 
 def _uncomputed(why: str) -> RequestAborted:
-    """The error of a request whose bytes were not compared."""
     return RequestAborted(f"checksums could not be computed: {why}", cause=Cause.TRANSFER)
 
 
 @dataclass
 class _Pending:
-    """A chunk whose checksums are being computed: its packed bytes and the time it took, once it has settled, and its checksums
-    or their error.
-    """
+    """A chunk whose checksums are being computed. `packed` and `took` are there once its transfer has settled."""
 
     packed: int | None = None
     took: tuple[float, ...] = ()
@@ -208,10 +200,7 @@ class _Pending:
 
 
 class Verification:
-    """The checksums of requests that ask for them. Only the control thread calls it.
-
-    `command` runs a function in the control thread.
-    """
+    """The checksums of requests that ask for them. Only the control thread calls it. `command` runs a function there."""
 
     def __init__(
         self,
@@ -234,12 +223,11 @@ class Verification:
 
     @property
     def depth(self) -> int:
-        """Checksums that have not begun."""
         return self._worker.depth
 
     @property
     def thread(self) -> threading.Thread:
-        """The thread that computes them, which may not have started."""
+        """It may not have started."""
         return self._worker.thread
 
     def stop(self, timeout_s: float) -> None:
@@ -259,14 +247,13 @@ class Verification:
         )
 
     def verify(self, start: StartVerify) -> None:
-        """Compare received rows with their writers' checksums."""
         self._worker.submit(
             lambda: verify_rows(self._local.checksum_plans, start, self._digest),
             lambda _, error: self._command(lambda now: self._take_verified(start, error, now)),
         )
 
     def settled(self, ticket: Ticket, *, packed: int, took: tuple[float, ...], error: str, now: float) -> bool:
-        """A transfer has settled. Returns whether its checksums are still missing: it is reported to the protocol with them."""
+        """A transfer has settled. Returns whether its checksums are still missing: the protocol gets both together."""
         if error:
             self._pending.pop(ticket, None)
         pending = self._pending.get(ticket)
@@ -279,14 +266,12 @@ class Verification:
     def _take_sums(
         self, ticket: Ticket, sums: tuple[PartialChecksums, ...] | None, error: DisaggError | None, now: float
     ) -> None:
-        """The checksums of a chunk, or why there are none."""
         pending = self._pending.get(ticket)
         if pending is not None:
             pending.sums, pending.error = sums, str(error or "")
             self._report(ticket, pending, now)
 
     def _take_verified(self, start: StartVerify, error: DisaggError | None, now: float) -> None:
-        """Received rows were compared: they are right, or there is an error."""
         self._stats.verified += 1
         self._stats.mismatches += isinstance(error, VerificationFailed)
         self._sessions.receives.verified(start.peer, start.key, now, error=error)
