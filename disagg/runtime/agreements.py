@@ -1,7 +1,5 @@
-"""Agreements with peers, computed outside the control thread: tables come from peers, and electing writers takes time.
-
-How long it takes depends on the table: 5 ms for eight ranks, a second for two thousand. Until it is known, hellos are answered
-with `busy`.
+"""Agreements with peers, computed outside the control thread: tables come from peers, and electing writers takes up to a
+second. Until an agreement is known, hellos are answered with `busy`.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from disagg.layout.agreement import Agreement, LocalRank
 from disagg.protocol.peer_effects import Undecided
 
 MAX_TABLE_NBYTES = 4 << 20
-"""Limit on a peer's table; one rank takes about 600 bytes for each component."""
+"""One rank takes about 600 bytes for each component."""
 MAX_RANKS = 4096
-"""Limit on the ranks of a peer instance: each costs a connection and some memory."""
+"""Of a peer instance: each costs a connection and some memory."""
 MAX_AGREEMENTS = 256
 """Tables whose agreement is kept. Instances with equal layouts share one."""
 MAX_COMPARING = 4
@@ -32,9 +30,8 @@ class Agreements:
         self._found: OrderedDict[bytes, Future[Agreement | str]] = OrderedDict()
 
     def get(self, table: bytes) -> Agreement:
-        """The agreement with an instance of that encoded table.
-
-        Raises `Undecided` while it is being computed, `LayoutError` if the layouts do not match.
+        """The agreement with an instance of that encoded table. Raises `Undecided` while it is being computed,
+        `LayoutError` if the layouts do not match.
         """
         if len(table) > MAX_TABLE_NBYTES:
             raise LayoutError(f"layout table: expected at most {MAX_TABLE_NBYTES} bytes, found {len(table)}")

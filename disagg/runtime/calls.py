@@ -41,9 +41,8 @@ class ReceiveCall:
 
 def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
     """Reserve rows at a peer, now or once it is ready. A peer that becomes ready too late is told that nothing is needed.
-
-    Raises `LocalProtocolError` and `LayoutError` for rows and needs that cannot be. What only the peer's layouts show ends the
-    request, if the peer is not known yet.
+    Raises `LocalProtocolError` and `LayoutError` for invalid rows and needs; errors that only the peer's layouts show end
+    the request.
     """
     check_ready(call.ready)
     check_text(call.label, "label")
@@ -72,8 +71,8 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
 
 
 def _needs(runtime: Runtime, call: ReceiveCall, agreement: Agreement | None) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
-    """The tokens that this rank needs and the ids of their rows, by component: of those that both sides have, or, while the
-    peer is not known, of those with rows.
+    """The tokens that this rank needs and the ids of their rows: of components that both sides have, or, while the peer is
+    not known, of those with rows.
     """
     agreed = call.rows if agreement is None else agreement.incoming.components
     return check_needs(runtime.local, runtime.local.topology.group_rank, agreed, call.rows, call.need)
@@ -110,7 +109,6 @@ def _reserve(
 def open_sender(
     runtime: Runtime, key: RequestKey, *, peer: str, any_attempt: bool, deadline_s: float, tag: Any, label: str
 ) -> Sender:
-    """Serve a request to a peer, or to whoever reserves it first."""
     check_text(label, "label")
     agreement = runtime.directory.agreement(peer) if peer and not any_attempt else None
     ending = Ending(runtime.spin_s)
@@ -135,8 +133,8 @@ def open_sender(
 
 
 def tell(runtime: Runtime, message: Callable[..., None], key: RequestKey, *, peer: str, group: int) -> None:
-    """Send a `message` of `Sessions` about a request, `decline` or `want`, to every rank of a group that may write it to this
-    one, now or once the peer is ready.
+    """Send a `message` of `Sessions` about a request, `decline` or `want`, to every rank of a group that may write it to
+    this one, now or once the peer is ready.
     """
     group = check_number(group, f"group of peer {peer!r}", 2**31)
 

@@ -1,7 +1,6 @@
-"""Connections whose message does not end.
-
-libzmq bounds a frame, but not the number of frames of a message, and hands a message over only once it is complete. So whoever
-may connect could fill this process's memory. The kernel knows how much a connection has received.
+"""Ends connections whose message does not end. libzmq bounds a frame, but not the frames of a message, and delivers a
+message only once it is complete, so a peer could fill this process's memory. The kernel knows how much a connection has
+received.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ logger = ThreadLog(__name__)
 
 CHECK_S = 0.25
 MAX_NBYTES = 2 * MAX_MESSAGE_NBYTES
-"""A connection that has received more than this since its last message is ended. Messages that leave together have half."""
+"""Limit on what a connection receives between two messages. Messages that leave together have half."""
 
 
 class EndlessMessages:
@@ -33,13 +32,10 @@ class EndlessMessages:
         self._warnings = RateLimitedLog(logger)
 
     def hear(self, descriptor: int) -> None:
-        """A message has come by a connection."""
         self._heard.add(descriptor)
 
     def end(self, opened: Iterable[int], port: int) -> None:
-        """End those of the connections whose message does not end. `port` is the one that they were opened to: a descriptor may
-        belong to something else by now.
-        """
+        """`port` is the one that the connections were opened to: a descriptor may belong to something else by now."""
         now = time.monotonic()
         if now < self._check_at:
             return

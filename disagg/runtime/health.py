@@ -1,4 +1,4 @@
-"""The state of a manager at one moment, for the server and for metrics."""
+"""The state of a manager at one moment, for the server and for metrics. No function blocks; any thread may call it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from disagg.runtime.runtime import Runtime
 
 @dataclass(frozen=True)
 class PeerHealth:
-    """One configured peer: whether all its ranks are ready, and if not, why."""
+    """One peer: whether all its ranks are ready, and if not, why."""
 
     ready: bool
     problem: str
@@ -26,8 +26,8 @@ class Health:
     """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
 
     Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
-    `renewal_due` says why to close this manager and build another over the same pools: there are more of them than
-    `Limits.max_quarantined`, and the end of an engine is a proof for most; or peers that are gone may still write to most of
+    `renewal_due` says why to close this manager and build another over the same pools: there are more such requests than
+    `Limits.max_quarantined`, and the end of an engine is a proof for most; peers that are gone may still write to most of
     the staging slots; or the engine will never serve new peers again.
     """
 
@@ -42,7 +42,6 @@ class Health:
 
 
 def health_of(runtime: Runtime) -> Health:
-    """The state now. Never blocks; any thread may call it."""
     counts: dict[str, int] = {}
     for session in runtime.requests.leased_sessions():
         state, reason = session.lease.status
@@ -67,9 +66,7 @@ def health_of(runtime: Runtime) -> Health:
 
 
 def unready(runtime: Runtime) -> str:
-    """Why new requests should not be routed here; empty if they may be. A configured peer that is gone costs nothing while
-    another one is ready. Never blocks; any thread may call it.
-    """
+    """Why new requests should not be routed here; empty if they may be. One ready configured peer is enough."""
     if runtime.problem:
         return runtime.problem
     if runtime.requests.is_draining:
@@ -83,7 +80,6 @@ def unready(runtime: Runtime) -> str:
 
 
 def snapshot_of(runtime: Runtime) -> Snapshot:
-    """What the metrics show now. Never blocks; called in a scraper's thread."""
     sessions, stats, dispatch = runtime.sessions, runtime.stats, runtime.dispatch
     names = runtime.directory.names()
     rows, requests = quarantined(runtime.requests.leased_sessions(), ended=runtime.problem != "")

@@ -1,4 +1,6 @@
-"""Rows that requests of this rank hold: no two receives may write the same row, and none may write a row that a send reads."""
+"""Rows that requests of this rank hold: no two receives may write the same row, and none may write a row that a send
+reads.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class HeldRows:
     """The last receive that each row was given to, and the number of sends that read it. Thread-safe.
 
     Several sends may read one row, such as a page of a common prefix. Rows of a send that was aborted, or whose lease is
-    quarantined, count as free: the send has failed, so the data that it reads is not used.
+    quarantined, count as free: the send has failed, so its data is not used.
     """
 
     def __init__(self, placements: Mapping[str, Placement]) -> None:
@@ -33,9 +35,8 @@ class HeldRows:
         self._num_sends = _zeros(placements)
 
     def take(self, receiver: Receiver) -> int:
-        """Give a receive the rows that it needs, and return its number for `forget`.
-
-        Raises `LocalProtocolError`, with nothing changed, for a row that another receive holds, or that a send reads.
+        """Give a receive the rows that it needs, and return its number for `forget`. Raises `LocalProtocolError`, with
+        nothing changed, for a row that another receive holds, or that a send reads.
         """
         with self._lock:
             for name, ids in receiver.ids.items():
@@ -55,9 +56,8 @@ class HeldRows:
         return number
 
     def read(self, number: int, rows: Mapping[str, Ids]) -> None:
-        """A send reads rows, by component, until it is forgotten. Those that it reads already may be named again.
-
-        Raises `LocalProtocolError`, with nothing changed, for a row that a receive holds.
+        """A send reads rows until it is forgotten. Rows may be named again. Raises `LocalProtocolError`, with nothing
+        changed, for a row that a receive holds.
         """
         with self._lock:
             if number not in self._senders:
@@ -72,7 +72,6 @@ class HeldRows:
                     self._senders[number][1].append((name, ids))
 
     def forget(self, number: int) -> None:
-        """The rows of a request are released."""
         with self._lock:
             self._receivers.pop(number, None)
             _, given = self._senders.pop(number, (None, []))
@@ -107,5 +106,4 @@ class HeldRows:
 
 
 def _zeros(placements: Mapping[str, Placement]) -> dict[str, npt.NDArray[np.int64]]:
-    """A number for each row, by component."""
     return {name: np.zeros(placement.num_rows, np.int64) for name, placement in placements.items()}

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_key(key: object, *, what: str) -> None:
-    """Check that `key` is a key: 32 bytes as 40 characters of Z85. Raises `ConfigError`, which does not show the key."""
+    """Raises `ConfigError`, which does not show the key."""
     try:
         valid = isinstance(key, str) and len(key) == 40 and len(zmq.utils.z85.decode(key.encode())) == 32
     except (ValueError, KeyError, struct.error):
@@ -59,7 +59,6 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> KeyPair:
-        """A new pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 

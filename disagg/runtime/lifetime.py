@@ -13,14 +13,13 @@ from collections.abc import Callable, Container
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 30.0
-"""How long the end of the interpreter waits for the managers that are still open."""
+"""How long the end of the interpreter waits for open managers."""
 _open: set[Lifetime] = set()
 
 
 class Lifetime:
-    """Calls `close` once. `threads` gives the manager's own threads, in which callbacks of the server run.
-
-    `inherited` says why this process cannot use the manager: it is a forked child. It is empty elsewhere.
+    """Calls `close` once. `threads` gives the manager's own threads, in which callbacks of the server run. `inherited` says
+    why a forked child cannot use the manager; it is empty elsewhere.
     """
 
     def __init__(self, close: Callable[[], None], *, threads: Callable[[], Container[threading.Thread]]) -> None:
@@ -36,15 +35,13 @@ class Lifetime:
 
     @property
     def problem(self) -> str:
-        """Why the manager cannot be used; empty while it can."""
         if self.inherited or self._over.is_set():
             return self.inherited or "the manager was closed"
         return "the manager is closing" if self._closer is not None else ""
 
     def end(self) -> None:
-        """Close the manager, or wait for the thread that does. Does nothing in a forked child.
-
-        One of the manager's own threads cannot wait for its own end: then another thread closes, and this returns at once.
+        """Close the manager, or wait for the thread that does. One of the manager's own threads cannot wait for its own
+        end: then another thread closes, and this returns at once.
         """
         if self.inherited:
             return
@@ -68,8 +65,8 @@ class Lifetime:
         _open.discard(self)
 
     def inherit(self) -> None:
-        """In a forked child: the threads are gone, and locks may be held for ever. Nothing of the manager may be used, or be
-        finalized, which would tell the peers or the devices of the parent's engine that it has ended. So it is never freed.
+        """In a forked child: the threads are gone, and locks may be held for ever. A finalizer would tell peers or devices
+        that the parent's engine has ended, so the manager is never freed.
         """
         self.inherited = f"process {self._pid} has built this manager; a forked child cannot use it, and builds its own"
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
@@ -93,7 +90,7 @@ def _inherit_all() -> None:
 
 
 def _end_all() -> None:
-    """At exit: the threads would run into an interpreter that is being torn down."""
+    """At exit the manager's threads would run into an interpreter that is being torn down."""
     if not _open:
         return
     thread = threading.Thread(target=_end_each, name="disagg-exit", daemon=True)

@@ -1,7 +1,7 @@
 """Prometheus metrics of one manager, in a registry of its own.
 
-Requests are counted as they end; everything else is read at each scrape. Labels are names of peers that are configured or were
-admitted, or enumeration values, never other text from a peer. Of very many peers, those that were first counted are forgotten.
+Requests are counted as they end; everything else is read at each scrape. Labels are peers' names or enumeration values,
+never other text from a peer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 MAX_PEERS = 2048
-"""Peers whose requests are counted at a time."""
+"""Peers whose requests are counted; beyond this the first counted are forgotten."""
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -92,7 +92,7 @@ def _family(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], row: Row)
 
 
 class Metrics:
-    """The registry of one manager, which counts requests in it. `Reader` adds the rest."""
+    """Counts requests; `Reader` adds the rest."""
 
     def __init__(self) -> None:
         self.registry = own = CollectorRegistry()
@@ -126,7 +126,6 @@ class Metrics:
         rest.inc(1 if cause else nbytes)
 
     def _forget(self, peer: str) -> None:
-        """Remove the counters of a peer."""
         counted = self._children.pop(peer)
         for direction, outcome in {(direction, "failed" if cause else "ok") for direction, cause in counted}:
             self._ended.remove(direction, peer, outcome)

@@ -1,5 +1,5 @@
-"""The HTTP server of one manager: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes. One thread
-serves every connection.
+"""The HTTP server of one manager: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes. One thread serves every
+connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from disagg.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0
-"""A connection is closed if its request has not arrived, or its answer has not left, after this time."""
+"""For a request to arrive and its answer to leave; then the connection is closed."""
 MAX_CONNECTIONS = 64
 """Beyond this the oldest is closed."""
 MAX_REQUEST_NBYTES = 16384
@@ -27,10 +27,8 @@ _END = b"\r\n\r\n"
 
 
 class MetricsServer:
-    """Serves a registry at `http://host:port/metrics`, and at `/healthz` 200 `ok`, or 503 with what `problem` returns;
-    `/readyz` answers in the same way with `unready`. There is no authentication. Port 0 means any free port.
-
-    Raises `ConfigError` if the address cannot be bound.
+    """`/healthz` answers 200 `ok`, or 503 with what `problem` returns; `/readyz` does so with `unready`. There is no
+    authentication. Port 0 means any free port. Raises `ConfigError` if the address cannot be bound.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class MetricsServer:
             raise
 
     def close(self) -> None:
-        """Stop serving; a second call does nothing."""
+        """A second call does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -76,13 +74,12 @@ class MetricsServer:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request."""
         task = asyncio.current_task()
         assert task is not None
         self._connections[task] = None
         if len(self._connections) > MAX_CONNECTIONS:
             oldest = next(iter(self._connections))
-            del self._connections[oldest]  # not again for the next arrival: it ends when its turn comes
+            del self._connections[oldest]  # not again for the next arrival
             oldest.cancel()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -116,7 +113,7 @@ class MetricsServer:
         return response if method == "GET" else response[: response.index(_END) + len(_END)]
 
     def _answer_metrics(self, method: str, query: str, rest: list[str]) -> bytes:
-        """The answer of `prometheus_client`, which chooses the format and may compress."""
+        """`prometheus_client` chooses the format and may compress."""
         headers = {name.strip().lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
         environ = {
             "REQUEST_METHOD": method,

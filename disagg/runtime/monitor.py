@@ -14,7 +14,7 @@ from disagg.runtime.endless import EndlessMessages
 logger = ThreadLog(__name__)
 
 MAX_ENDED = 1 << 16
-"""Connections that have ended, of which messages may still be read."""
+"""Ended connections of which messages may still be read."""
 _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it was interrupted",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZMTP, or not with the required mechanism",
@@ -26,8 +26,8 @@ _EVENTS = sum(_REFUSALS) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 class Monitor:
     """The monitor of a ROUTER. `socket` is readable when there are events.
 
-    libzmq names a connection by its descriptor, which may become that of another one, and its messages by a routing id. `add`
-    joins the two. Call `take` first, so that the events of an earlier connection with that descriptor are past.
+    libzmq names a connection by its descriptor, which may be used again, and its messages by a routing id. `add` joins the
+    two. Call `take` first, so that events of an earlier connection with that descriptor are past.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
@@ -38,7 +38,7 @@ class Monitor:
         self.socket.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread would wait for room, and answer no ping meanwhile
         self.socket.connect(endpoint)
         self.num_refused = 0
-        self._warnings = RateLimitedLog(logger, repeat_s=60.0)  # hundreds of peers may start and connect again at a time
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)  # hundreds of peers may reconnect at a time
         self._open: set[int] = set()
         self._by_descriptor: dict[int, bytes] = {}
         self._known: dict[bytes, int] = {}
@@ -81,7 +81,7 @@ class Monitor:
             self._over.popitem(last=False)
 
     def take(self) -> list[bytes]:
-        """Take what libzmq has reported: count refusals, and return the routing ids of connections that have ended."""
+        """Count refusals, and return the routing ids of connections that have ended."""
         ended, self._late = self._late, []
         while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             message = zmq.utils.monitor.recv_monitor_message(self.socket, zmq.DONTWAIT)
@@ -101,6 +101,5 @@ class Monitor:
         return ended
 
     def close(self) -> None:
-        """Stop watching."""
         self._router.disable_monitor()
         self.socket.close(0)

@@ -16,18 +16,18 @@ from disagg.runtime.loop import CommandQueue
 from disagg.runtime.request_table import RequestTable
 
 OpenSession = Callable[[float], Session]
-"""Opens the session of a request, in the control thread. Raises `DisaggError` if that cannot be."""
+"""Opens a session in the control thread, or raises `DisaggError`."""
 
 
 class _Waiting(NamedTuple):
-    """What waits: the handle (`None`: nobody waits for an end), and what to do once the peer is ready."""
+    """A call that waits for a peer. Without a `handle` no request ends if the peer does not become ready."""
 
     handle: Receiver | None
     run: Callable[[], None]
 
 
 class Openings:
-    """Opens the requests of one manager. Any thread may call `put` and `put_when_ready`; the control thread calls the rest."""
+    """Any thread may call `put` and `put_when_ready`; the control thread calls the rest."""
 
     def __init__(self, directory: Directory, requests: RequestTable, commands: CommandQueue) -> None:
         self._directory = directory
@@ -39,12 +39,10 @@ class Openings:
         self._deadlines: list[tuple[float, int, str]] = []  # a heap; some have ended
 
     def __len__(self) -> int:
-        """How many wait for their peer."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def num_requests(self) -> int:
-        """How many requests wait for their peer."""
         return len(self._numbers)
 
     def put(self, handle: Sender, open_session: OpenSession) -> None:
@@ -55,13 +53,11 @@ class Openings:
         )
 
     def put_when_ready(self, handle: Receiver, open_session: OpenSession, deadline: float) -> None:
-        """Open the session of a request if its peer is ready then, or once it is. The request ends if that takes longer than
-        `deadline`.
-        """
+        """Open the session of a request once its peer is ready. The request ends if that takes longer than `deadline`."""
 
         def open_or_wait(now: float) -> None:
             if not self._requests.has(handle):
-                return  # it was aborted meanwhile
+                return
             if self._directory.is_ready(handle.peer):
                 self._requests.open(handle, lambda: open_session(now))
             else:
@@ -70,7 +66,7 @@ class Openings:
         self._commands.put(open_or_wait, lambda error: self._requests.end_unopened(handle, error))
 
     def wait(self, peer: str, handle: Receiver | None, run: Callable[[], None], deadline: float) -> None:
-        """Call `run` once the peer is ready, unless its time is over before."""
+        """Call `run` once the peer is ready, unless `deadline` passes before."""
         number = next(self._count)
         self._waiting.setdefault(peer, {})[number] = _Waiting(handle, run)
         if handle is not None:
@@ -91,13 +87,12 @@ class Openings:
         return [each for number in tuple(self._waiting.get(peer, ())) if (each := self._take(peer, number)) is not None]
 
     def end(self, handle: RequestHandle, error: DisaggError) -> None:
-        """End a request that has no session."""
         assert isinstance(handle, Receiver | Sender)
         self._take(handle.peer, self._numbers.get(handle, -1))
         self._requests.end_unopened(handle, error)
 
     def tick(self, now: float) -> None:
-        """Open the requests whose peer is ready now. End those that are late, or whose peer refuses this instance."""
+        """Open the requests whose peer is ready. End those that are late, or whose peer refuses this instance."""
         for peer in tuple(self._waiting):
             self._advance(peer)
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -114,7 +109,6 @@ class Openings:
             self.fail_all(peer, f"peer {peer!r} cannot become ready: {refusal}")
 
     def fail_all(self, peer: str, reason: str) -> None:
-        """End all that waits for a peer."""
         for each in self._take_all(peer):
             self._fail(each, PeerUnreachable(reason))
 
@@ -124,7 +118,6 @@ class Openings:
 
     @property
     def next_tick(self) -> float:
-        """When the next deadline passes."""
         while self._deadlines and self._deadlines[0][1] not in self._waiting.get(self._deadlines[0][2], ()):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else NEVER

@@ -1,7 +1,7 @@
 """The processes of peers on this host, as the kernel attests them.
 
-Each manager listens on an identity socket (`disagg.machine.processes`) whose name follows from its instance, rank and epoch. A
-peer has proved these on its control channel, so it cannot pass off the process of somebody else as its own.
+The name of a manager's identity socket (`disagg.machine.processes`) follows from its instance, rank and epoch. A peer has
+proved these on its control channel, so it cannot pass off another process as its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ logger = ThreadLog(__name__)
 
 
 def socket_name(instance: str, rank: int, epoch: int) -> str:
-    """The name of the identity socket of one manager."""
     digest = hashlib.blake2b(f"{instance}\0{rank}\0{epoch}".encode(), digest_size=16)
     return f"disagg-process-{digest.hexdigest()}"
 
@@ -62,7 +61,6 @@ class PeerProcesses:
                 self._socket.prune()
 
     def close(self) -> None:
-        """Close the identity socket and every watch."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close()

@@ -11,14 +11,14 @@ from disagg.core.address import parse_address
 from disagg.protocol.types import NEVER
 
 MAX_PROBES = 64
-"""Probes at a time. Others are left out; the next hello to the peer asks for another one."""
+"""Others are left out; the next hello to the peer asks for another one."""
 POLL_S, PROBE_S = 0.02, 1.0
 """How often probes are polled, and how long each lasts. A host that is up answers at once, also if nobody listens."""
 
 
 class Probes:
-    """TCP connections that are opened to see whether the host refuses them. `on_gone` is called with the number of the dial
-    and the reason if it does. Addresses are numeric.
+    """TCP connections, opened to see whether the host refuses them; then `on_gone` is called with the number of the dial
+    and the reason.
     """
 
     def __init__(self, on_gone: Callable[[int, str], None]) -> None:
@@ -27,7 +27,7 @@ class Probes:
         self.next_tick = NEVER
 
     def begin(self, dial: int, address: str, now: float) -> None:
-        """Begin to probe, unless too many are probed, or this one is. What cannot be probed is not."""
+        """Begin to probe a numeric address, unless there are too many probes, or one for this dial."""
         if dial in self._open or len(self._open) >= MAX_PROBES:
             return
         host, port = parse_address(address, what="peer address")
@@ -60,12 +60,10 @@ class Probes:
             self.next_tick = NEVER
 
     def close(self, dial: int) -> None:
-        """End the probe of a dial, if there is one."""
         if (found := self._open.pop(dial, None)) is not None:
             found[0].close()
 
     def close_all(self) -> None:
-        """End every probe."""
         for dial in list(self._open):
             self.close(dial)
 

@@ -1,5 +1,5 @@
-"""Resolves the host names of peers. libzmq would do it in the thread that moves the messages of all peers, and a name server
-that does not answer would hold them all up.
+"""Resolves the host names of peers. libzmq would do it in the thread that moves the messages of all peers, so a slow name
+server would hold them all up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from disagg.core.address import bracketed, is_numeric, parse_address
 
 MAX_RESOLVING = 8
-"""Names that are resolved at a time. One that hangs delays others only if there are this many of them."""
+"""Names at a time; one that hangs delays others only beyond this."""
 Resolved = Callable[[str | OSError], None]
 """Gets the address with a numeric host, or why there is none."""
 

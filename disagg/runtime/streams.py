@@ -1,8 +1,8 @@
 """Packed streams and prepared span classes of the plans between two ranks.
 
 A stream is one side's bytes of a request in an order that both sides derive from the plan without naming an address: span
-classes, layers, tokens in order, cut where a page of either side ends. Engines and kernels that compute addresses themselves
-get the span classes once, when a rank is connected; a request is then only runs of tokens.
+classes, layers, tokens in order, cut where a page of either side ends. Engines and kernels that compute addresses get the
+span classes when a rank is connected; a request is then only runs of tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PreparedPlan:
 
 
 def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
-    """Whether the pieces of a span class are below the threshold. Runs of tokens end with the shorter page. What is converted
-    counts as small: it is converted while it is packed.
+    """Whether the pieces of a span class are below the threshold. Runs of tokens end with the shorter page. Converted
+    numbers always travel packed, so they count as small.
     """
     if plan.converts:
         return True
@@ -42,7 +42,6 @@ def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
 
 
 def has_small(plan: TransferPlan, pack_below: int) -> bool:
-    """Whether any pieces of a plan are below the threshold."""
     return any(is_small(component, span, pack_below) for component in plan.components.values() for span in component.spans)
 
 
@@ -56,17 +55,17 @@ def prepare(backend: Backend, peer: RemotePeer, plan: TransferPlan) -> PreparedP
 
 
 def source_stream(bound: Sequence[tuple[str, BoundRows]]) -> Stream:
-    """A stream to pack from host memory."""
+    """To pack from host memory."""
     return _host_stream(bound, source=True)
 
 
 def destination_stream(bound: Sequence[tuple[str, BoundRows]]) -> Stream:
-    """A stream to unpack into host memory."""
+    """To unpack into host memory."""
     return _host_stream(bound, source=False)
 
 
 def stream_maker(memory: PoolMemory | None, plan: TransferPlan, *, source: bool) -> MakeStream:
-    """How to make streams of a plan for pools in `memory`; `None` means host memory."""
+    """`None` means host memory."""
     shapes, first = _shapes(plan)
     packer = memory.packer(shapes) if memory is not None else None
     if packer is None:

@@ -1,9 +1,8 @@
 """OpenTelemetry spans: one for each request on each rank, and one in it for each phase.
 
-A receiver's span is a child of the span that is current where the server makes the receiver. Its context travels in the
-reserve, as a W3C `traceparent`. A sender's span is linked to those of its receivers. It is a child of the span that is current
-where the server makes the sender, or of the first receiver's if there is none. Spans need the package `opentelemetry-api`, and
-reach a collector where the process has set up OpenTelemetry's SDK; a warning is logged where it has not.
+A span's parent is the span that is current where the server makes the handle; for a sender without one, the first
+receiver's span. A receiver's context travels in the reserve, as a W3C `traceparent`, and the sender's span is linked to it.
+Spans need the package `opentelemetry-api`, and reach a collector only if the process has set up OpenTelemetry's SDK.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ logger = ThreadLog(__name__)
 
 
 class Tracing:
-    """The spans of one manager. Raises `ConfigError` without the package."""
+    """Raises `ConfigError` without the package."""
 
     def __init__(self) -> None:
         try:
@@ -48,7 +47,7 @@ class Tracing:
         self._sending: dict[Sender, Context] = {}
 
     def begin(self, handle: Receiver | Sender) -> None:
-        """The server has made a request, in this thread. Nothing that its span processors raise gets out, here and in `end`."""
+        """In the server's thread. Errors of its span processors are logged, here and in `end`."""
         try:
             self._begin(handle)
         except Exception:
@@ -64,7 +63,7 @@ class Tracing:
         handle.trace = carrier.get("traceparent", "")
 
     def end(self, handle: Receiver | Sender, event: Event) -> None:
-        """A request has ended, in a thread of the manager: SystemExit would end that, not the process."""
+        """In a thread of the manager, which SystemExit would end."""
         try:
             self._end(handle, event)
         except BaseException:

@@ -11,7 +11,7 @@ from disagg.core import _native
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A message that a peer sent on a connection that it opened: answer it with `reply`."""
+    """A message on a connection that a peer opened: answer it with `reply`."""
 
     connection: bytes
     user: str
@@ -19,7 +19,7 @@ class Inbound(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A message that came back on connection `dial`, which this side opened."""
+    """A message on connection `dial`, which this side opened."""
 
     dial: int
     data: bytes
@@ -35,8 +35,6 @@ Arrival = Inbound | Reply | Closed
 
 
 class Wire(Protocol):
-    """What the control thread needs of its channel."""
-
     def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None: ...
     def disconnect(self, dial: int) -> None: ...
     def send(self, dial: int, data: bytes) -> bool: ...

@@ -1,4 +1,4 @@
-"""One job that has been bound: what it has in flight, from its first post to its end."""
+"""One bound job: what it has in flight, from its first post to its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ActiveJob:
-    """A bound job. `step` posts its copies, fills slots that the peer has lent, and polls what is in flight."""
+    """`step` posts its copies, fills slots that the peer has lent, and polls what is in flight."""
 
     def __init__(
         self,
@@ -53,12 +53,10 @@ class ActiveJob:
             )
 
     def close(self) -> None:
-        """It has ended."""
         if self._packed is not None:
             self._packed.close()
 
     def in_flight(self) -> bool:
-        """Whether the engine or a packer works on any of it."""
         return self._direct is not None or (self._packed is not None and self._packed.in_flight())
 
     @property
@@ -70,7 +68,6 @@ class ActiveJob:
         return self._packed is None or self._packed.is_complete
 
     def under_way(self) -> list[PendingWork | Transfer | None]:
-        """What it waits for."""
         waiting: list[PendingWork | Transfer | None] = list(self._packed.under_way) if self._packed is not None else []
         if self._direct is not None:
             waiting.append(self._direct)
@@ -84,7 +81,7 @@ class ActiveJob:
         return attempt(lambda: bool(ready.query()), self.job, self._report, self._reports)
 
     def step(self) -> int:
-        """Post, pack, and poll. Returns how much has changed."""
+        """Returns how much has changed."""
         posted = self._post_direct()
         if not self._has_packed:
             self._end_if_cancelled()
@@ -129,8 +126,8 @@ class ActiveJob:
         return self._report.error != ""
 
     def _poll(self) -> int:
-        """Poll transfers, and report the end of the job once none is left, or once it has failed and nothing reads its rows.
-        Returns how many transfers have settled.
+        """Poll transfers, and report the end of the job once none is left, or once it has failed and nothing reads its
+        rows. Returns how many transfers have settled.
         """
         if not self.in_flight():
             return 0
@@ -157,7 +154,7 @@ class ActiveJob:
             self._reports.append(Settled(ticket=self.job.ticket, error=self._report.error, unsettled=True))
 
     def _poll_transfer(self, transfer: Transfer) -> TransferStatus:
-        """The status of a transfer; its error becomes the job's. An engine that raises does not know how it ends."""
+        """The status of a transfer; its error becomes the job's. An engine that raises leaves the transfer unsettled."""
         try:
             status, error = transfer.poll(), transfer.error
         except Exception as raised:  # noqa: BLE001 (of an engine that breaks its contract: other jobs go on)
@@ -174,7 +171,6 @@ class ActiveJob:
         return status
 
     def _end(self) -> None:
-        """Report the end, once."""
         if self._told_end:
             return
         self._told_end = True
@@ -185,7 +181,7 @@ class ActiveJob:
 
 
 def attempt(run: Callable[[], T], job: Job, report: Settled, reports: deque[Report]) -> T | None:
-    """The result of `run`, or `None` after an error of any kind, which ends this job only: its report then has the error."""
+    """The result of `run`, or `None` after an error of any kind, which ends this job only."""
     try:
         return run()
     except DisaggError as error:

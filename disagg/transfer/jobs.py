@@ -1,4 +1,4 @@
-"""Jobs of the transfer worker, and what it reports of them. The worker knows neither messages nor requests."""
+"""Jobs of the transfer worker, and its reports. The worker knows neither messages nor requests."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class PackedStream(Protocol):
         """Pack the bytes `[offset, offset + nbytes)` into a staging buffer. `None` if done on return."""
 
     def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> PendingWork | None:
-        """Unpack a staging buffer into the bytes `[offset, offset + nbytes)`. `None` if done on return."""
+        """The reverse of `gather`."""
 
 
 class ListedStream(PackedStream, Protocol):
-    """A stream that can list the copies that packing it takes."""
+    """A stream that can list its copies."""
 
     def copies(self, offset: int, nbytes: int, staging_address: int, /) -> tuple[Addresses, Addresses, Addresses]:
         """Sources, destinations and lengths of what `gather` would copy."""
@@ -52,7 +52,7 @@ class ListedStream(PackedStream, Protocol):
 
 class BoundTransfer(msgspec.Struct, frozen=True):
     """The copies of a job. `direct` is posted piece by piece, over `prepared` span classes if given. `stream` goes through
-    slots of the peer's, and `parts` tells the peer what it holds. `gathered` is the same stream, if the engine gathers its
+    slots of the peer's, which `parts` describes to the peer. `gathered` is the same stream, if the engine gathers its
     pieces itself.
     """
 
@@ -110,9 +110,9 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, kw_only=True):
-    """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. Slots of a job that has
-    failed may still be written, not rows. `unreachable` is the peer if the engine takes nothing more for it. Of `nbytes`,
-    `packed` bytes went through slots. It ended at `ended_at` by `time.monotonic`, after its `phases`.
+    """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. After a failure
+    slots may still be written, but not rows. `unreachable` is the peer if the engine's connection to it is broken. Of
+    `nbytes`, `packed` bytes went through slots. `ended_at` is by `time.monotonic`.
     """
 
     ticket: Hashable
@@ -127,7 +127,6 @@ class Settled(msgspec.Struct, kw_only=True):
 
     @property
     def written(self) -> int:
-        """Bytes that count as written: `nbytes`, or 0 if the job failed."""
         return 0 if self.error else self.nbytes
 
     def fail(self, error: Exception, peer: RemotePeer) -> None:
@@ -137,7 +136,6 @@ class Settled(msgspec.Struct, kw_only=True):
             self.unreachable = peer
 
     def count_post(self, seconds: float, nbytes: int, *, pieces: int = 1) -> None:
-        """Add one post of `nbytes` bytes."""
         self.phases.post_s += seconds
         self.nbytes += nbytes
         self.pieces += pieces

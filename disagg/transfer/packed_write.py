@@ -1,4 +1,4 @@
-"""One job's packed stream on its way through slots of the peer's, one by one."""
+"""One job's packed stream on its way through slots of the peer's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from disagg.transfer.staging import Loans, SlotPool
 
 CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
-"""A packed write that takes longer has a spare take the place of its staging buffer, so that one slow peer does not hold up
-the others. If its job was cancelled, the job ends.
+"""A packed write that takes longer lets a spare replace its staging buffer, so that one slow peer does not hold up the
+others. If its job was cancelled, the job ends.
 """
 
 
 @dataclass
 class _SlotWrite:
-    """A packed write under way into one slot of the peer's, at `remote`. `local` is the staging buffer, or `None` if the engine
-    gathers the pieces itself, or the buffer was given back before the write has settled. `packing` runs first, if packing is
-    asynchronous, then `transfer`.
+    """A write into one slot of the peer's, at `remote`. `local` is the staging buffer, or `None` if the engine gathers the
+    pieces itself, or the buffer was given back early. Asynchronous `packing` runs before `transfer`.
     """
 
     local: int | None
@@ -36,10 +35,11 @@ class _SlotWrite:
 
 
 class PackedWrite:
-    """Packs a job's stream into staging buffers, writes them into slots that the peer has lent, and reports these as filled.
+    """Packs a job's stream into staging buffers, writes them into slots that the peer has lent, and reports these as
+    filled.
 
-    Once the job's `report` has an error, nothing more is packed or reported, and buffers are given back at once: slots that the
-    engine still writes from them are never unpacked. The job says once that it wants more slots than it finds.
+    Once the job's `report` has an error, nothing more is packed or reported, and buffers are given back at once: slots that
+    the engine still writes from them are never unpacked.
     """
 
     def __init__(
@@ -85,11 +85,10 @@ class PackedWrite:
 
     @property
     def under_way(self) -> list[PendingWork | Transfer | None]:
-        """What each slot waits for."""
         return [write.packing or write.transfer for write in tuple(self._writes)]
 
     def pack(self) -> int:
-        """Fill slots of the peer's that are free, as many as one report has. Returns how many."""
+        """Fill free slots of the peer's, as many as one report has. Returns how many. Asks once for more than it finds."""
         if self._demand is None:
             self._demand = -(-self._stream.total // self._slot_nbytes)
             self._loans.want(self._demand)
@@ -140,7 +139,6 @@ class PackedWrite:
         return True
 
     def _post_gathered(self, address: int, nbytes: int) -> Transfer:
-        """Have the engine gather the next pieces of the stream into a slot, as one batch."""
         assert self._bound.gathered is not None
         started = time.perf_counter()
         copies = CopyBatch.of_columns(*self._bound.gathered.copies(self._offset, nbytes, address))
@@ -150,7 +148,6 @@ class PackedWrite:
         return transfer
 
     def _post(self, write: _SlotWrite) -> Transfer:
-        """Write a packed staging buffer into its slot."""
         assert write.local is not None
         filled = write.filled
         started = time.perf_counter()
@@ -166,8 +163,8 @@ class PackedWrite:
     def poll(self, poll_transfer: Callable[[Transfer], TransferStatus]) -> int:
         """Advance every slot, and report filled ones once there are enough. Returns how many settled.
 
-        `poll_transfer` returns the status of a transfer, and records its error in the report. Of a write of which the engine
-        does not know how it ends nothing is kept but the loan: the slot may still be written.
+        `poll_transfer` returns the status of a transfer, and records its error in the report. An unsettled write keeps only
+        its loan: the slot may still be written.
         """
         writes, self._writes, settled = self._writes, [], 0
         packing = False
@@ -191,7 +188,6 @@ class PackedWrite:
         return settled
 
     def _keep(self, write: _SlotWrite) -> None:
-        """The engine goes on with a slot."""
         self._writes.append(write)
         if self._report.error:
             self._give_back(write)
@@ -220,7 +216,6 @@ class PackedWrite:
         return True
 
     def _settle(self, write: _SlotWrite, status: TransferStatus) -> None:
-        """The engine has finished with a slot. If it was written, it will be reported as filled."""
         if status is TransferStatus.DONE and not self._report.error:
             self._give_back(write)
             self._filled.append(write.filled)

@@ -1,7 +1,5 @@
-"""The memory of a manager's pools, and the work done in it: packing, unpacking, checksums.
-
-On a GPU kernels do the work (`disagg.backends.cuda.packer`), on the host the compiled core. Nothing starts on a GPU before it
-is needed there.
+"""The memory of a manager's pools, and the work done in it: packing, unpacking, checksums. Kernels do it on a GPU, the
+compiled core on the host. Nothing starts on a GPU before it is needed there.
 """
 
 from __future__ import annotations
@@ -21,16 +19,14 @@ from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch, SpanShape
 
 GPU_STAGING = StagingShape(pack_below=4 << 20, slot_nbytes=32 << 20, window=4, num_lent=4, spares=0, at_once=1)
-"""For engines that pay 2 to 5 us for each piece of a GPU's memory; measured, see `docs/benchmarks/gpu.md`."""
+"""For engines that pay for each piece of a GPU's memory; measured, see `docs/benchmarks/gpu.md`."""
 SPIN_S = 5e-3
-"""How long work on a GPU is polled without a sleep. Most of it is done within that, and the shortest sleep costs as much as a
+"""How long work on a GPU is polled without a sleep. Most ends within that, and the shortest sleep costs as much as a
 slot.
 """
 
 
 class PoolMemory:
-    """The memory of `regions`."""
-
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self.regions = sorted(regions, key=lambda region: region.address)
         self._starts = [region.address for region in self.regions]
@@ -39,7 +35,6 @@ class PoolMemory:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether any of it is on a GPU."""
         return any(region.device.kind == "cuda" for region in self.regions)
 
     @property
@@ -54,9 +49,8 @@ class PoolMemory:
         return next(iter(devices)) if len(devices) == 1 else None
 
     def staging(self, shape: StagingShape, *, pack_below: int | None = None) -> StagingShape:
-        """How an engine that stages as `shape` does so for this memory. `pack_below` replaces the threshold.
-
-        Pools on several devices are never packed. Raises `ConfigError` if `pack_below` asks for that.
+        """How an engine that stages as `shape` does so for this memory. `pack_below` replaces the threshold. Pools on
+        several devices are never packed: raises `ConfigError` if `pack_below` asks for that.
         """
         if self.has_gpu and shape.pack_below:
             shape = GPU_STAGING if self.device is not None else StagingShape(pack_below=0)
@@ -67,9 +61,8 @@ class PoolMemory:
         return dataclasses.replace(shape, pack_below=pack_below)
 
     def allocate_on_device(self, nbytes: int) -> MemoryRegion | None:
-        """Memory on the GPU of the pools, freed by `close`; `None` if they are on the host.
-
-        Raises `BackendUnavailable` if the GPU cannot be used, `BackendError` if it has no room.
+        """Memory on the GPU of the pools, freed by `close`; `None` if they are on the host. Raises `BackendUnavailable` if
+        the GPU cannot be used, `BackendError` if it has no room.
         """
         if not self.has_gpu or self.device is None:
             return None
@@ -83,13 +76,13 @@ class PoolMemory:
             return self._movers[ordinal]
 
     def packer(self, shapes: Sequence[SpanShape]) -> GpuPacker | None:
-        """What packs or unpacks these span classes on a GPU; `None` if the compiled core does."""
+        """`None` if the compiled core packs these span classes."""
         if not self.has_gpu or self.device is None:
             return None
         return GpuPacker(self.mover(self.device.index), shapes)
 
     def digest(self, layers: Any, bases: Addresses, runs: Any, axes: Any, **what: Any) -> int:
-        """As `_native.digest`, for memory here. All bases are on one device."""
+        """As `_native.digest`. All bases are on one device."""
         if len(bases):
             index = bisect.bisect_right(self._starts, int(bases[0])) - 1
             device = self.regions[max(index, 0)].device
@@ -98,7 +91,6 @@ class PoolMemory:
         return _native.digest(layers, bases, runs, axes, **what)
 
     def close(self) -> None:
-        """Free what was started on GPUs."""
         with self._lock:
             for mover in self._movers.values():
                 mover.close()
@@ -117,7 +109,6 @@ class GpuPacker:
         return self._shapes.shapes
 
     def stream(self, batch: SpanBatch) -> GpuStream:
-        """The stream of a request over `shapes`, packed by `gather` or unpacked by `scatter`."""
         return GpuStream(self._mover, self._shapes, batch)
 
 
@@ -134,11 +125,9 @@ class GpuStream:
         return len(self._batch)
 
     def gather(self, offset: int, nbytes: int, address: int) -> GpuWork:
-        """Pack bytes `[offset, offset + nbytes)` into memory from `address` on."""
         return self._mover.gather(self._uploaded(), offset, nbytes, address)
 
     def scatter(self, offset: int, nbytes: int, address: int) -> GpuWork:
-        """Unpack what lies from `address` on."""
         return self._mover.scatter(self._uploaded(), offset, nbytes, address)
 
     def _uploaded(self) -> GpuWorkList:

@@ -1,8 +1,5 @@
-"""Staging memory: buffers that a sender packs pieces into, and slots that a receiver lends and unpacks from.
-
-Engines pay for each piece, so small pieces travel packed; between hosts all do. A receiver lends slots to its writers. A writer
-fills them with large writes and says what they hold; the receiver scatters them into pages. A late write of a peer that was
-given up lands in a slot that nobody else has, never in pages.
+"""Staging memory: buffers that a sender packs pieces into, and slots that a receiver lends to its writers and unpacks from.
+A late write of a peer that was given up lands in a slot that nobody else has, never in pages.
 """
 
 from __future__ import annotations
@@ -29,20 +26,20 @@ Bytes = npt.NDArray[np.uint8]
 
 HUGE_PAGE_NBYTES = 2 << 20
 MAP_NORESERVE = 0x4000
-"""Of Linux: reserved addresses are not counted as memory. Python names it from 3.13 on."""
+"""Linux does not count reserved addresses as memory. Python names it from 3.13 on."""
 
 
 AllocateOnDevice = Callable[[int], MemoryRegion | None]
-"""Allocates a number of bytes on the device of the pools; `None` means host memory."""
+"""`None` means host memory."""
 
 
 def on_host(_nbytes: int) -> None:
-    """Allocate nothing on a device: slots are in host memory."""
+    """For slots in host memory."""
 
 
 class HostArena:
-    """Private host memory, in huge pages if the system has them. An engine that copies through the kernel looks up every page,
-    which costs more than the copy itself if pages are small.
+    """Private host memory, in huge pages if the system has them. An engine that copies through the kernel looks up every
+    page, which costs more than the copy if pages are small.
     """
 
     _kept: ClassVar[list[mmap.mmap]] = []
@@ -72,7 +69,9 @@ class HostArena:
             self._memory.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def keep_mapped(self) -> None:
-        """Keep the addresses from everything else in this process, for as long as it lives. The pages go back to the system."""
+        """Keep the addresses from everything else in this process, for as long as it lives. The pages go back to the
+        system.
+        """
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._kept.append(self._memory)
 
@@ -89,12 +88,10 @@ class StagingMemory:
         self.region = region
 
     def fault_in(self, nbytes: int) -> None:
-        """As `HostArena.fault_in`, on the host."""
         if self._arena is not None:
             self._arena.fault_in(nbytes)
 
     def give_pages_back(self, address: int, nbytes: int) -> None:
-        """As `HostArena.give_pages_back`, on the host."""
         if self._arena is not None:
             self._arena.give_pages_back(address, nbytes)
 
@@ -107,9 +104,8 @@ class StagingMemory:
 
 
 class SlotPool:
-    """Staging buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread.
-
-    Host memory of a spare is only touched when the spare is used.
+    """Staging buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread. A spare in
+    host memory takes pages only once it is used.
     """
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
@@ -127,7 +123,7 @@ class SlotPool:
         return self._free.pop() if self._free else None
 
     def replace(self) -> bool:
-        """Let a spare take the place of a buffer that is held for long. Returns whether there was one."""
+        """Let a spare replace a buffer that is held for long. Returns whether there was one."""
         if not self._spares:
             return False
         self._free.append(self._spares.pop())
@@ -141,8 +137,8 @@ class SlotPool:
 class LentSlots:
     """The slots that a receiver lends to its writers. Used by one thread.
 
-    Memory that no device writes to is reserved `address_space` times over, where the system lets it: a slot that may still be
-    written is replaced by another address, and its pages go back to the system.
+    Memory that no device writes to is reserved `address_space` times over, where the system lets it: a slot that may still
+    be written is replaced by another address, and its pages go back to the system.
     """
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
@@ -165,19 +161,14 @@ class LentSlots:
         return len(self._free)
 
     def take(self) -> int:
-        """The address of a free slot; `num_free` says that there is one. The one given back last is the most likely to be in a
-        cache.
-        """
+        """The address of a free slot, of which there must be one. As `SlotPool.take`."""
         return self._free.pop()
 
     def give_back(self, address: int) -> None:
-        """Nobody writes to a slot any more."""
         self._free.append(address)
 
     def replace(self, address: int) -> bool:
-        """Let an address that nobody writes to take the place of a slot that may still be written. Returns whether there is
-        one.
-        """
+        """Replace a slot that may still be written by an unused address. Returns whether there is one."""
         if not self._unused:
             return False
         self.memory.give_pages_back(address, self.slot_nbytes)
@@ -185,7 +176,7 @@ class LentSlots:
         return True
 
     def renew(self, address: int) -> None:
-        """Nobody writes to a slot that was replaced: it may take the place of another."""
+        """Nobody writes to a slot that was replaced: it may replace another."""
         self._unused.append(address)
 
 
@@ -193,7 +184,7 @@ class Loans:
     """A peer's loans as its writer sees them: which slots it may fill. Thread-safe.
 
     `slot_nbytes` is the size of the peer's slots. Loans up to number `first` are of earlier connections. A slot outside the
-    regions that the peer has registered is not used.
+    peer's registered `regions` is not used.
     """
 
     def __init__(self, slot_nbytes: int, first: int, regions: Sequence[RemoteRegion]) -> None:
@@ -207,7 +198,6 @@ class Loans:
 
     @property
     def num_free(self) -> int:
-        """Slots that may be filled now."""
         return len(self._free)
 
     @property
@@ -216,7 +206,7 @@ class Loans:
         return max(0, self._demand - len(self._free))
 
     def want(self, count: int) -> None:
-        """A transfer will take so many slots more, or fewer if `count` is negative."""
+        """A transfer will take `count` more slots; negative: fewer."""
         with self._lock:
             self._demand += count
 
@@ -231,7 +221,7 @@ class Loans:
             return number, self._free.pop(number)
 
     def put_back(self, number: int, address: int) -> None:
-        """Nothing was written to the slot of a loan, nor will be: it may be used by another transfer."""
+        """The slot of a loan was not written, and will not be: another transfer may use it."""
         with self._lock:
             self._used.discard(number)
             self._free[number] = address
@@ -239,8 +229,8 @@ class Loans:
     def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
         """The peer lists its loans. Returns those that were given back before.
 
-        Raises `RemoteProtocolError`, with nothing changed, for a number above `newest`, for an address that is listed twice,
-        and for a slot that is in no region of the peer's.
+        Raises `RemoteProtocolError`, with nothing changed, for a number above `newest`, for an address that is listed
+        twice, and for a slot that is in no region of the peer's.
         """
         number_at: dict[int, int] = {}
         for number, address in loans:

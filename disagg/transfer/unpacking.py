@@ -1,4 +1,4 @@
-"""Slots of this side that peers have filled, scattered into the rows where their bytes belong."""
+"""Scatters slots that peers have filled into the rows where their bytes belong."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class _Scattering:
 
 
 class Unpacker:
-    """Scatters slots in order: they are `waiting` first, and `scattering` while a GPU works on them.
-
-    One thread at a time calls `step`; any may call the rest.
+    """Scatters slots in order: they are `waiting` first, and `scattering` while a GPU works on them. One thread at a time
+    calls `step`; any may call the rest.
     """
 
     def __init__(self, reports: deque[Report]) -> None:
@@ -33,12 +32,10 @@ class Unpacker:
         self.scattering: deque[_Scattering] = deque()
 
     def add(self, slots: Iterable[Unpack]) -> None:
-        """Take slots that have arrived."""
         self.waiting.extend(slots)
 
     @property
     def under_way(self) -> list[PendingWork]:
-        """Scatters that have begun and not ended."""
         return [scattering.work for scattering in tuple(self.scattering)]
 
     def step(self) -> int:

@@ -1,5 +1,5 @@
-"""The transfer worker: binds rows to addresses, waits for ready events, posts copies or packs them into slots that a peer
-has lent, polls them to their end, and unpacks slots that have been filled here.
+"""The transfer worker: binds rows to addresses, waits for ready events, posts or packs copies, polls them to their end, and
+unpacks slots that were filled here.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 UNSETTLED_POLL_S = 0.05
 MAX_CALLER_JOBS = 16
-"""More new jobs than these are left to the worker's thread: a request may have been sent in thousands of chunks before its
-reserve.
-"""
+"""More new jobs are left to the worker's thread: a request may have been sent in thousands of chunks before its reserve."""
 
 
 class TransferWorker:
     """One supervised thread over one backend. It calls `on_reports` when there is something to report, and `on_death` if it
     fails.
 
-    The submitting thread calls `take_reports` next. With `caller_steps` it advances every job itself, by `step`, until it calls
-    `wake` because it has something else to do.
+    The submitting thread calls `take_reports` next. With `caller_steps` it advances every job itself, by `step`, and calls
+    `wake` before it does something else.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class TransferWorker:
 
     @property
     def has_reports(self) -> bool:
-        """Whether there is something to report."""
         return bool(self._reports)
 
     @property
@@ -84,7 +81,7 @@ class TransferWorker:
         return len(self._new) + len(self._waiting) + len(self._active)
 
     def completions(self) -> tuple[list[_native.Completion], bool]:
-        """What native code can poll of the work under way, and whether that covers all of it."""
+        """The work under way that native code can poll, and whether that is all of it."""
         work: list[PendingWork | Transfer | None] = list(self._unpacker.under_way)
         for active in tuple(self._active):
             if not active.is_unsettled:
@@ -96,11 +93,11 @@ class TransferWorker:
     # -- the control thread ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Take a job. It begins with the next `take_reports`."""
+        """The job begins with the next `take_reports`."""
         self._new.append(job)
 
     def unpack(self, slots: Iterable[Unpack]) -> None:
-        """Take slots that have arrived. They are unpacked from the next `take_reports` on."""
+        """The slots are unpacked from the next `take_reports` on."""
         self._unpacker.add(slots)
 
     def take_reports(self) -> list[Report]:
@@ -112,7 +109,9 @@ class TransferWorker:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def step(self) -> bool:
-        """Advance everything in the caller's thread, unless the worker's thread does. Returns whether anything has changed."""
+        """Advance everything in the caller's thread, unless the worker's thread does. Returns whether anything has
+        changed.
+        """
         if not self._has_work() or not self._stepping.acquire(blocking=False):
             return False
         try:
@@ -121,7 +120,7 @@ class TransferWorker:
             self._stepping.release()
 
     def wake(self) -> None:
-        """Have the worker's thread advance what there is."""
+        """Have the worker's thread advance all work."""
         if self._has_work():
             self._alarm.set()
 
@@ -167,7 +166,7 @@ class TransferWorker:
     # -- holding the lock --------------------------------------------------------------------------------------------
 
     def _step(self) -> int:
-        """Unpack, begin and advance what there is. Returns how much has changed."""
+        """Returns how much has changed."""
         changed = self._unpacker.step() + self._begin_new()
         for active in self._active:
             changed += active.step()
