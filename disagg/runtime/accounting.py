@@ -1,4 +1,4 @@
-"""Each ended request as a line of the log and a count of the metrics, and what a manager holds right now."""
+"""Each ended request in the log and in the metrics, and what a manager holds right now."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ logger = ThreadLog("disagg.requests")
 
 
 class Stats(TransferPhases, kw_only=True):
-    """All transfers that this rank has started since its manager was built: bytes written, pieces posted, and seconds by
-    phase; `unpack_s` is that of received slots. `verified` counts received requests that were compared with what was sent,
-    `mismatches` those that differed.
+    """Transfers that this rank has started: bytes written, pieces posted, and seconds by phase; `unpack_s` is that of
+    received slots. `verified` counts received requests that were compared with what was sent, `mismatches` those that
+    differed.
     """
 
     unpack_s: float = 0.0
@@ -44,7 +44,6 @@ class Stats(TransferPhases, kw_only=True):
 
     @property
     def nbytes_by_way(self) -> dict[str, int]:
-        """Bytes written directly, and packed through slots of the peer."""
         return {"direct": self.nbytes - self.nbytes_packed, "packed": self.nbytes_packed}
 
     def add(self, settled: Settled) -> None:
@@ -61,7 +60,7 @@ class Stats(TransferPhases, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """`nbytes` is this rank's share, written to its receivers or received from its writers."""
+    """`nbytes` is this rank's share, sent or received."""
 
     rank: str
     request_id: str
@@ -79,9 +78,7 @@ class RequestRecord:
 
     @property
     def values(self) -> dict[str, str | int | float]:
-        """For the log, in order; in place of `timeline`, `total_s` from the call to the end, and the phases that add up to
-        it.
-        """
+        """For the log, in order; `timeline` becomes `total_s` and the phases that add up to it."""
         found: dict[str, str | int | float] = {}
         for name, value in vars(self).items():
             if isinstance(value, Timeline):
@@ -107,7 +104,7 @@ def as_line(values: Mapping[str, str | int | float]) -> str:
 
 
 def account(record: RequestRecord, metrics: Metrics | None) -> None:
-    """Count a request that has ended, and log its line. `logging` also gets the values as `record.request`."""
+    """`logging` also gets the values as `record.request`."""
     level = logging.WARNING if record.cause else logging.INFO
     if logger.isEnabledFor(level):
         values = record.values
@@ -127,8 +124,6 @@ def wanted(metrics: Metrics | None, cause: Cause | None) -> bool:
 
 
 class HeldSize:
-    """The bytes of a request that a rank with `layout` holds."""
-
     def __init__(self, layout: ComponentLayout) -> None:
         self._constant = 0
         self._by_token: list[tuple[Axis, int]] = []
@@ -157,12 +152,11 @@ class HeldSize:
 
 
 class Quarantine(enum.Enum):
-    """Why rows are quarantined, as a label. The lease's reason has the details."""
+    """Labels; the lease's reason has the details."""
 
     PEER_LOST = "peer_lost"
-    """A peer is gone. It may still write to them, or a transfer to it may still read them."""
+    """It may still write to the rows, or a transfer to it may still read them."""
     UNSETTLED = "unsettled"
-    """The engine cannot tell whether a transfer has finished."""
     SILENT = "silent"
     """A connected peer has not confirmed that it stopped."""
     ENDED = "ended"
@@ -185,7 +179,7 @@ def quarantine_of(session: Session, *, ended: bool) -> Quarantine:
 
 
 def quarantined(sessions: Iterable[Session], *, ended: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Quarantined rows, and requests that have some, by reason. Every reason is a key."""
+    """Rows and requests by reason. Every reason is a key."""
     rows, requests = ({reason.value: 0 for reason in Quarantine} for _ in range(2))
     for session in sessions:
         if session.lease.state is LeaseState.QUARANTINED:
@@ -196,7 +190,6 @@ def quarantined(sessions: Iterable[Session], *, ended: bool) -> tuple[dict[str, 
 
 
 def num_rows(session: Session) -> int:
-    """Distinct rows of all components."""
     given = [session.rows] if isinstance(session, ReceiveSession) else [chunk.rows for chunk in tuple(session.chunks)]
     return len({(name, row) for rows in given for name, listed in rows.items() for row in _ids(listed)})
 
@@ -208,8 +201,8 @@ def _ids(rows: Rows) -> Iterable[int]:
 def states(
     receives: Iterable[ReceiveSession], sends: Iterable[SendSession], *, num_unopened: int
 ) -> dict[tuple[str, str], int]:
-    """Requests by direction and state. A send is as far as its least advanced destination; a receive whose peer is not
-    ready is `unopened`.
+    """By direction and state. A send is as far as its least advanced destination; a receive whose peer is not ready is
+    `unopened`.
     """
     counts = Counter(("receive", session.state.value) for session in receives)
     counts.update(("send", _send_state(session).value) for session in sends)

@@ -1,13 +1,11 @@
-"""The control channel: one ZeroMQ ROUTER that peers connect to, and one DEALER per rank that this one connects to. It does
-not decode messages. One thread owns a channel; only `wake` may be called from any thread.
+"""The control channel: a ZeroMQ ROUTER that peers connect to, and one DEALER per rank that this one connects to. One thread
+owns it.
 
-libzmq's own threads ping every peer, so a connection survives a busy interpreter and ends with the peer's process. Only the
-ROUTER pings: every pair of ranks has a connection in each direction, and a ping also tells the DEALER how long it may be
-silent.
+libzmq's threads ping every peer, so a connection survives a busy interpreter and ends with the process. Only the ROUTER
+pings: every pair of ranks has a connection in each direction, and a ping also tells the DEALER how long it may be silent.
 
-A poll costs the same for any number of idle peers, since an epoll names the sockets on which something has happened. libzmq
-signals that once, and any other call on the socket may consume the signal, so a socket that was written to or read from is
-looked at again.
+An epoll names the sockets on which something has happened, so idle peers cost nothing. libzmq signals that once, and any
+call on the socket may consume the signal, so a socket that was used is looked at again.
 """
 
 from __future__ import annotations
@@ -34,16 +32,15 @@ from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
 
 logger = ThreadLog(__name__)
 FAILED_PAUSE_S = 0.01
-"""Pause after an error of the system, which may last."""
 MAX_SOCKETS = 16384
-"""One for each peer rank; libzmq's own limit is 1,023."""
+"""libzmq's own limit is 1,023."""
 MAX_SILENCE_MS = 6_553_500
-"""The most that a ping can tell its receiver: tenths of a second in 16 bits."""
+"""A ping carries tenths of a second in 16 bits."""
 
 
 @dataclass
 class _Peer:
-    """A connection that this side opened, and the messages to send."""
+    """A connection that this side opened."""
 
     socket: zmq.Socket[bytes]
     descriptor: int
@@ -51,11 +48,8 @@ class _Peer:
 
 
 class Channel:
-    """`listen` is `tcp://host:port`; off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key
-    may connect. Peers are pinged every `heartbeat_s`, and their connections end after `heartbeat_timeout_s` without an
-    answer.
-
-    Raises `ConfigError` for an address that cannot be bound.
+    """Off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key may connect. A peer's
+    connection ends after `heartbeat_timeout_s` without an answer. Raises `ConfigError` for an address that cannot be bound.
     """
 
     def __init__(
@@ -119,7 +113,7 @@ class Channel:
         self._router.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, MAX_SILENCE_MS))
 
     def _watch(self, socket: zmq.Socket[bytes]) -> int:
-        """Have `poll` look at a socket. Returns the descriptor that libzmq signals."""
+        """Returns the descriptor that libzmq signals."""
         descriptor = int(socket.getsockopt(zmq.FD))
         self._epoll.register(descriptor, select.EPOLLIN)
         self._sockets[descriptor] = socket
@@ -127,8 +121,8 @@ class Channel:
         return descriptor
 
     def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None:
-        """Connect to `address`, as connection `dial`. ZeroMQ reconnects by itself. Raises `ConfigError` for an address that
-        cannot be dialled, `PeerUnreachable` if this process cannot open a socket now.
+        """Connect to `address`, as connection `dial`; ZeroMQ reconnects by itself. Raises `PeerUnreachable` if no socket
+        can be opened now.
         """
         host, _ = parse_address(address, what="peer address")
         try:
@@ -160,7 +154,6 @@ class Channel:
             socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
 
     def disconnect(self, dial: int) -> None:
-        """Drop the connection and its unsent messages."""
         peer = self._peers.pop(dial, None)
         if peer is not None:
             self._unsent.pop(dial, None)
@@ -170,9 +163,7 @@ class Channel:
             peer.socket.close(0)
 
     def send(self, dial: int, data: bytes) -> bool:
-        """Queue `data` for a connection, to leave with the next `poll` or `flush`. Returns whether the connection exists.
-        Lost messages are resent by the protocol.
-        """
+        """Queue `data`, to leave with the next `poll` or `flush`. Lost messages are resent by the protocol."""
         peer = self._peers.get(dial)
         if peer is None:
             return False
@@ -181,7 +172,7 @@ class Channel:
         return True
 
     def reply(self, connection: bytes, data: bytes) -> bool:
-        """Send `data` on a connection that a peer opened. Returns whether the connection is still there and had room."""
+        """Returns whether the connection is still there and had room."""
         self._unread.add(self._router_descriptor)
         return _send(self._router, [connection, data])
 
@@ -195,8 +186,8 @@ class Channel:
         self._alarm.set()
 
     def poll(self, timeout_s: float) -> Iterator[Arrival]:
-        """Everything that has arrived. Waits up to `timeout_s` seconds for the first message, or for `wake`. An error of
-        the system, such as a lack of descriptors, loses what has arrived on that connection; the next call goes on.
+        """Wait up to `timeout_s` seconds for the first message, or for `wake`. An error of the system loses what has
+        arrived on that connection; the next call goes on.
         """
         try:
             yield from self._poll(timeout_s)
@@ -229,11 +220,10 @@ class Channel:
         return readable
 
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
-        """Poll without a sleep, right after `poll` has found nothing. Returns whether there is a message or a completion."""
+        """Right after `poll` has found nothing. Returns whether there is a message or a completion."""
         return _native.busy_poll(seconds, self._watched, completions)
 
     def flush(self) -> None:
-        """Send what was queued, the messages of one connection together."""
         unsent, self._unsent = self._unsent, {}
         for peer in unsent.values():
             messages, peer.unsent = peer.unsent, []
@@ -270,7 +260,7 @@ class Channel:
             yield Closed(connection)
 
     def close(self) -> None:
-        """Close every socket, after 200 ms for queued messages to leave. A second call does nothing."""
+        """Queued messages have 200 ms to leave. A second call does nothing."""
         if self._context.closed:
             return
         self.flush()
@@ -293,7 +283,7 @@ MAX_FRAMES = 64
 
 
 def _batches(messages: list[bytes]) -> Iterator[list[bytes]]:
-    """Messages that leave together: a few, and no more bytes than one may have."""
+    """Each batch has no more bytes than one message may have."""
     batch: list[bytes] = []
     for message in messages:
         if batch and (len(batch) == MAX_FRAMES or sum(map(len, batch)) + len(message) > MAX_MESSAGE_NBYTES):
@@ -305,11 +295,9 @@ def _batches(messages: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """Messages that have arrived on a socket, up to a bound, so that no socket starves another. A message with too many
-    frames, which no rank sends, is truncated.
-    """
+    """Bounded, so that no socket starves another. A message with too many frames, which no rank sends, is truncated."""
     for _ in range(MAX_BATCH):
-        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an `Again` exception would cost several times as much
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an `Again` exception
             return
         frames = [socket.recv(zmq.DONTWAIT, copy=False)]
         while socket.getsockopt(zmq.RCVMORE):
@@ -320,7 +308,7 @@ def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """The descriptor of the connection that a message came by. `None` before ZMTP 3, which no rank speaks."""
+    """Of the message's connection. `None` before ZMTP 3, which no rank speaks."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -1,4 +1,4 @@
-"""Engine connections to peer ranks: made in threads of their own, lost, and fenced until the lost rank is proved quiet."""
+"""Engine connections to peer ranks: made, lost, and fenced until the lost rank is proved quiet."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ from disagg.runtime.peer_processes import PeerProcesses
 logger = ThreadLog(__name__)
 
 MAX_CONNECTING = 4
-"""At a time."""
 PROCESS_CHECK_S = 0.5
-"""How often processes of connected and fenced ranks are checked for their end."""
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
-"""Delay until a lost rank is fenced again. It doubles up to the second, and begins anew when the rank's process ends."""
+"""Delay between fences: it doubles up to the second, and begins anew when the rank's process ends."""
 MAX_FENCING = 4096
 """Beyond this the oldest lost ranks are given up: their rows stay quarantined."""
 
@@ -49,8 +47,8 @@ class _Fencing:
 
 
 class Connections:
-    """The control thread calls all of this but `_run`. `command` runs a function in the control thread; `on_connected` is
-    called there for each rank that transfers may go to.
+    """The control thread calls all of this but `_run`. `command` runs a function there; so does `on_connected` run, for a
+    rank that transfers may go to.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class Connections:
 
     @property
     def num_fencing(self) -> int:
-        """Lost ranks that are not proved quiet yet."""
         return len(self._fencing)
 
     @property
@@ -88,7 +85,6 @@ class Connections:
         return min([self._next_check, *(fencing.next_at for fencing in self._fencing.values())])
 
     def tick(self, now: float) -> None:
-        """Fence lost ranks, and look for processes that have ended."""
         if now >= self._next_check:
             self._check(now)
         self._fence(now)
@@ -112,13 +108,12 @@ class Connections:
             self._peers.on_ended(peer, rank.epoch, now)
 
     def check_soon(self) -> None:
-        """Look for processes that have ended with the next `tick`."""
         self._next_check = 0.0
 
     # -- connecting --------------------------------------------------------------------------------------------------
 
     def connect(self, ready: Ready) -> None:
-        """Connect the engine to a rank in a thread of its own: a peer that does not answer there delays no other."""
+        """In a thread of its own: a peer that does not answer delays no other."""
         peer, connect = self._handshake.peer(ready.peer), self._handshake.connecting(ready.peer, ready.welcome)
         name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
         thread = threading.Thread(target=self._run, args=(ready, peer, connect), name=name, daemon=True)
@@ -147,7 +142,7 @@ class Connections:
                 rank = connect()
             except DisaggError as error:
                 problem = str(error)
-            except BaseException as error:  # concerns one peer only, which would be connecting for ever
+            except BaseException as error:  # concerns one peer, which would be connecting for ever
                 logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
                 problem = f"{type(error).__name__}: {error}"
         self._command(lambda now: self._finish(ready, peer, rank, problem, now))
@@ -171,7 +166,6 @@ class Connections:
     # -- losing ------------------------------------------------------------------------------------------------------
 
     def lose(self, lost: Lost, now: float) -> None:
-        """A rank is gone: its requests end, and its engine is fenced until it is proved quiet."""
         level = logging.INFO if lost.expected else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self.num_losses[lost.peer.instance] += 1
@@ -189,7 +183,7 @@ class Connections:
         self.num_losses.pop(instance, None)
 
     def _fence(self, now: float) -> None:
-        """Fence the lost ranks that are due. Those that are proved quiet give back rows and slots."""
+        """Ranks that are proved quiet give back rows and slots."""
         for (peer, epoch), fencing in list(self._fencing.items()):
             if now < fencing.next_at:
                 continue

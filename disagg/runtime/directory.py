@@ -1,4 +1,4 @@
-"""The peers of one manager by name: which there are, and whether they are ready."""
+"""The peers of one manager by name, and whether they are ready."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class PeerStatus(NamedTuple):
 
 class Directory:
     """Any thread may call it. `command` runs a function in the control thread. There, `carry_out` carries out the peer
-    table's effects, and `on_changed` is called after a change of configuration. `allowed_keys` are the public keys that may
-    connect, and `admits_unknown` whether instances that were not configured may.
+    table's effects, and `on_changed` is called after a change of configuration.
     """
 
     def __init__(
@@ -51,12 +50,10 @@ class Directory:
         self._has_leader = peers.leader_address is not None
         self._changed = threading.Condition()
         self._added: set[str] = set()
-        self._changing: Counter[str] = Counter()  # changes that the control thread has not made yet
+        self._changing: Counter[str] = Counter()  # not made yet by the control thread
 
     def add(self, name: str, address: str, public_key: str | None, *, lasting: bool = True) -> None:
-        """Configure an instance; see `PeerTable.add_peer`. The arguments are checked. Raises `PeerUnreachable` for one that
-        is not `lasting` if there are `MAX_ADMITTED` of these.
-        """
+        """Raises `PeerUnreachable` for one that is not `lasting` if there are `MAX_ADMITTED` of these."""
         known = self._peers.instances.get(name)
         if not lasting and known is None:
             others = sum(each.forget_at < NEVER for each in list(self._peers.instances.values())) + len(self._changing)
@@ -72,14 +69,12 @@ class Directory:
             self._peers.add_peer(name, address, public_key, now, lasting=lasting)
 
         if name not in self._changing and known is not None and (known.address, known.public_key) == (address, public_key):
-            self._command(add)  # nothing changes, except that it may be lasting now
+            self._command(add)  # it may be lasting now
         else:
             self._change(name, add)
 
     def lacks(self, name: str, address: str) -> bool:
-        """Whether an instance that a request names must be added: it is unknown, or not ready at the address of an older
-        request.
-        """
+        """Whether it is unknown, or not ready at the address of an older request."""
         if self.status(name).state == "unknown":
             return True
         known = self._peers.instances.get(name)
@@ -97,7 +92,7 @@ class Directory:
         self._change(name, remove)
 
     def _change(self, name: str, change: Callable[[float], None]) -> None:
-        """Change an instance's configuration in the control thread. Until then the instance does not count as ready."""
+        """In the control thread. Until then the instance does not count as ready."""
         with self._changed:
             self._changing[name] += 1
 
@@ -120,11 +115,10 @@ class Directory:
 
     @property
     def lacks_leader(self) -> bool:
-        """Whether this rank does not know where rank 0 is, and is not rank 0 itself."""
         return not self._has_leader
 
     def set_leader(self, address: str) -> None:
-        """Join this instance at its leader. Raises `ConfigError` on rank 0, and the second time."""
+        """Raises `ConfigError` on rank 0, and the second time."""
         if self._has_leader:
             raise ConfigError(f"set_leader: {self._handshake.me} is the leader, or knows it")
         self._has_leader = True
@@ -136,15 +130,15 @@ class Directory:
         self._command(join)
 
     def names(self) -> list[str]:
-        """The instances that are configured, or were admitted."""
+        """Configured or admitted."""
         return list(self._peers.instances)
 
     def lasting(self) -> list[str]:
-        """The instances that are neither admitted nor named by a request."""
+        """Neither admitted nor named by a request."""
         return [name for name, each in list(self._peers.instances.items()) if each.forget_at == NEVER]
 
     def is_ready(self, name: str) -> bool:
-        """Whether every rank of an instance that this one connects to is connected."""
+        """Whether every rank that this one connects to is connected."""
         instance = None if name in self._changing else self._peers.instances.get(name)
         if instance is None or instance.wanted is None:
             return False
@@ -152,12 +146,12 @@ class Directory:
         return all(link is not None and link.is_ready and self._handshake.is_connected(link) for link in links)
 
     def refusal(self, name: str) -> str:
-        """Why an instance cannot become ready before one side is restarted; empty if it can."""
+        """Why it cannot become ready before one side is restarted; empty if it can."""
         instance = None if name in self._changing else self._peers.instances.get(name)
         return "" if instance is None else instance.refusal
 
     def problem(self, name: str) -> str:
-        """Why an instance is not ready; empty if it is."""
+        """Why it is not ready; empty if it is."""
         instance = self._peers.instances.get(name)
         if name in self._changing:
             return "its configuration is being changed"
@@ -175,12 +169,11 @@ class Directory:
         return PeerStatus("connecting" if is_known else "unknown", self.problem(name))
 
     def notify(self) -> None:
-        """Wake the threads that wait for a change of peers or health."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, name: str, timeout_s: float, *, has_ended: Callable[[], object]) -> PeerStatus:
-        """Wait until an instance is ready or never will be, or the manager has ended."""
+        """Until it is ready or never will be, or the manager has ended."""
         found = self.status(name)
 
         def is_settled() -> object:
@@ -193,17 +186,15 @@ class Directory:
         return found
 
     def agreement(self, name: str) -> Agreement | None:
-        """The agreement with an instance, if it is ready."""
         return self._handshake.agreement(name) if self.is_ready(name) else None
 
     def known_agreement(self, name: str) -> Agreement:
-        """The agreement with an instance. Raises `PeerUnreachable` if there is none."""
+        """Raises `PeerUnreachable` if there is none."""
         agreement = self._handshake.agreement(name)
         if agreement is None:
             raise PeerUnreachable(f"peer {name!r} is not ready: {self.problem(name)}")
         return agreement
 
     def readers(self, name: str) -> Readers:
-        """The ranks of an instance that this rank writes to. Raises as `known_agreement` does."""
         agreement = self.known_agreement(name)
         return agreement.readers(self._local), agreement.group_size

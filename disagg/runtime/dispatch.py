@@ -69,11 +69,8 @@ from disagg.transfer.worker import TransferWorker
 logger = ThreadLog(__name__)
 
 NOT_CONFIGURED_S = 3.0
-"""How long a peer that is not configured here may ask before the log says so: the two sides are seldom configured at
-once.
-"""
+"""Until the log reports a peer that is not configured here: the two sides are seldom configured at once."""
 SHORTAGE_S = 0.1
-"""How long a shortage of descriptors is remembered."""
 
 
 class Dispatch:
@@ -119,9 +116,7 @@ class Dispatch:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def take(self, arrived: Arrival, now: float) -> bool:
-        """Take one message, or the end of a connection. Returns whether it was about a request. A message that cannot be
-        decoded, or breaks the protocol, is refused and changes nothing.
-        """
+        """Returns whether it was about a request. A message that breaks the protocol is refused and changes nothing."""
         if isinstance(arrived, Closed):
             if self._peers.on_closed(arrived.connection, now) is not None:
                 self._connections.check_soon()
@@ -152,7 +147,7 @@ class Dispatch:
         if isinstance(message, Complete):
             self._take_complete(peer, message, now)
         elif isinstance(message, SlotsFilled | Borrow) and self._handshake.rank(peer) is None:
-            return  # the engine is not connected, so no loss would end a loan; the writer sends the message again
+            return  # no loss would end a loan before the engine is connected; the writer sends the message again
         else:
             self._sessions.on_message(peer, message, now)
 
@@ -166,14 +161,13 @@ class Dispatch:
         self.not_ready.append((session, ready))
 
     def take_ready(self, now: float) -> None:
-        """Reserve rows whose event has passed."""
         waiting, self.not_ready = self.not_ready, []
         for session, ready in waiting:
             if session.error is not None:
                 continue
             try:
                 passed = bool(ready.query())
-            except BaseException as error:  # of the server's own event; SystemExit would end this thread, not the process
+            except BaseException as error:  # of the server's event, which may raise SystemExit
                 logger.exception("%s: the event of a receiver's rows", self._handshake.me)
                 what = f"the event of the rows failed: {type(error).__name__}: {error}"
                 self._sessions.receives.abort(session, RequestAborted(what), now)
@@ -190,7 +184,7 @@ class Dispatch:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def carry_out(self, now: float) -> None:
-        """Carry out every effect, take the worker's reports, and end requests last: that may yield the GIL."""
+        """Requests end last: that may yield the GIL."""
         self.carry_out_peers(now)
         self._carry_out_sessions(now)
         for report in self._worker.take_reports():
@@ -247,7 +241,6 @@ class Dispatch:
                 self._on_forgotten(instance, cause)
 
     def _connect(self, dial: int, address: str, public_key: str | None, resolved: str | OSError) -> None:
-        """Open a connection to a resolved address, unless it was given up meanwhile."""
         if dial not in self._dials:
             return
         try:
@@ -268,7 +261,6 @@ class Dispatch:
                 self._peers.dialled(dial, time.monotonic())
 
     def _warn_of_limit(self) -> None:
-        """Warn once that the ranks of the peers may need more descriptors than there can be."""
         if not self._has_warned_of_limit and (problem := too_many_ranks(self._peers.num_ranks)):
             self._has_warned_of_limit = True
             logger.warning("%s: %s", self._handshake.me, problem)
@@ -315,7 +307,7 @@ class Dispatch:
                 self._ended.append(event)
 
     def carry_out_leases(self) -> None:
-        """Carry out the effects on leases only: the control thread ends, but what was proved stays true."""
+        """The control thread ends, but what was proved stays true."""
         for effect in self._sessions.effects:
             match effect:
                 case ReleaseLease(lease):
@@ -324,9 +316,7 @@ class Dispatch:
                     quarantine(lease, reason)
 
     def send(self, peer: PeerRank, message: Message) -> None:
-        """One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all checks, only fails
-        the request that waits for it.
-        """
+        """The protocol resends a message that cannot be sent now. One that cannot be encoded only fails its request."""
         link = self._peers.link(peer)
         if link is None:
             return

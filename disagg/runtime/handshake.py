@@ -35,10 +35,9 @@ MAX_TOLD = 2
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A connected rank of a peer, at one epoch and generation of the connection. `process` is there if the kernel attests
-    it. `direct`: this rank may write the peer's rows, and not only slots. `has_small`: the peer packs some of what it
-    writes here even if it may write rows. `prepared` is the outgoing plan as the engine has it, if the engine computes
-    addresses. `pack` and `unpack` make the streams of `plan` and `incoming`. `gathers_from` is as in `Gathering`.
+    """A rank of a peer with a connected engine. `process` is there if the kernel attests it. `direct`: this rank may write
+    its rows, and not only slots. `has_small`: it may pack some of what it writes here. `prepared` is `plan` as the engine
+    has it, if the engine computes addresses. `pack` and `unpack` make the streams of `plan` and `incoming`.
     """
 
     epoch: int
@@ -61,17 +60,15 @@ Lend = Callable[[PeerRank, int, int], Lending | None]
 """Opens an account for a peer rank, at an epoch and a generation of its connection."""
 
 Attest = Callable[[str, int, int], ProcessWatch | None]
-"""The process of a rank of an instance at an epoch, if the kernel attests it."""
+"""The process of a rank at an epoch, if the kernel attests it."""
 
 
 @dataclass
 class Peer:
-    """One rank of a peer, from its first hello or welcome until its instance is forgotten. Only the control thread changes
-    it.
+    """A rank of a known instance. Only the control thread changes it.
 
-    `told`: whether its last processes were told that they may write rows, by epoch. `connecting` is there while the engine
-    connects, and `remote` while it is connected. `writing`: the engine by which the rank writes here, from its last
-    message. `waiting`: transfers that wait for the engine, by request.
+    `told`: whether its last processes were told that they may write rows, by epoch. `writing`: the engine by which it
+    writes here. `waiting`: transfers that wait for the engine.
     """
 
     told: dict[int, bool] = field(default_factory=dict)
@@ -91,9 +88,8 @@ class _Instance:
 
 
 class Handshake:
-    """Validates hellos and welcomes, compares plans, and connects the engine. One thread changes it; any may read it.
-
-    Pieces below `pack_below` bytes are packed (0: none, and this side has no staging buffers).
+    """Any thread may read it, one changes it. Pieces below `pack_below` bytes are packed (0: none, and there are no staging
+    buffers).
     """
 
     def __init__(
@@ -131,7 +127,7 @@ class Handshake:
         return found.agreement if found is not None else None
 
     def peer(self, peer: PeerRank) -> Peer:
-        """A rank of a peer instance; an empty `Peer` for an unknown one."""
+        """An empty `Peer` for an unknown rank."""
         found = self._instances.get(peer.instance)
         return Peer() if found is None else found.ranks.get(peer.rank, Peer())
 
@@ -143,8 +139,8 @@ class Handshake:
         return self.peer(peer).remote
 
     def is_connected(self, link: PeerConnection) -> bool:
-        """Whether the engine is connected as a link is. After a restart of the peer it stays connected to the earlier
-        process until that loss is carried out, and rows reserved before would count as that process's.
+        """False after a restart of the peer, until the loss of the earlier process is carried out: rows reserved until then
+        would count as that process's.
         """
         rank = self.rank(link.peer)
         return rank is not None and (rank.epoch, rank.generation) == (link.epoch, link.generation)
@@ -154,9 +150,7 @@ class Handshake:
         return len(found.connected()) if found is not None else 0
 
     def hello(self, sent: SendHello, *, leader: str | None, to: PeerRank | None = None) -> Hello:
-        """This rank's introduction. The rank `to` is expected at the other end. `leader` is the address of this instance's
-        leader, if known.
-        """
+        """Introduces this rank. The rank `to` is expected at the other end."""
         return Hello(
             **self._header(),
             address=self._identity.address,
@@ -182,7 +176,7 @@ class Handshake:
         }
 
     def accept_hello(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
-        """Answer a hello. Raises `DisaggError` with both values if a field does not match."""
+        """Raises `DisaggError` with both values if a field does not match."""
         me = self._identity
         self._check_model(hello)
         known = self.rank(PeerRank(hello.instance, hello.rank))
@@ -204,7 +198,6 @@ class Handshake:
         )
 
     def _own_endpoint(self) -> bytes:
-        """It stays the same once the engine's memory is registered."""
         self._endpoint = self._endpoint or self._backend.endpoint()
         return self._endpoint
 
@@ -223,12 +216,12 @@ class Handshake:
         return self._lend(peer, hello.epoch, hello.generation), told[hello.epoch]
 
     def is_direct(self, peer: PeerRank, epoch: int) -> bool:
-        """Whether a rank at an epoch may have written rows. One that was never told of this rank's memory cannot have."""
+        """Whether a rank at an epoch may have written rows."""
         told = self.peer(peer).told
         return told.get(epoch, len(told) == MAX_TOLD)  # it may be among the forgotten ones
 
     def validate_welcome(self, welcome: Welcome) -> tuple[int, frozenset[int]]:
-        """The peer's number of ranks, and those that this rank connects to. Raises `DisaggError` as `accept_hello` does."""
+        """The peer's number of ranks, and those that this rank connects to."""
         who = PeerRank(welcome.instance, welcome.rank)
         self._check_model(welcome)
         if welcome.version != PROTOCOL_VERSION:
@@ -244,7 +237,7 @@ class Handshake:
         return agreement.num_ranks, agreement.partners(self._local)
 
     def _check_descriptors(self, hello: Hello) -> None:
-        """Raise `Undecided` while descriptors are short: some engines do not recover from a failed accept."""
+        """Some engines do not recover if no descriptor is left to accept the peer."""
         if short := shortage():
             problem = f"{hello.instance}/{hello.rank} must wait: {short}"
             self._warnings.warning("%s: %s", self.me, problem)
@@ -260,7 +253,7 @@ class Handshake:
             raise RemoteProtocolError(f"model revision: {found!r} at {who}, {expected!r} at {self.me}")
 
     def _agree(self, theirs: Hello | Welcome) -> Agreement:
-        """The agreement with an instance. Raises `Undecided` while it is being computed."""
+        """Raises `Undecided` while the agreement is being computed."""
         known = self._instances.get(theirs.instance)
         if known is None or known.agreement.table_bytes != theirs.table:
             if known is not None and (connected := known.connected()):
@@ -284,8 +277,8 @@ class Handshake:
         return known.agreement
 
     def connecting(self, peer: PeerRank, welcome: Welcome) -> Callable[[], RemoteRank]:
-        """A function that connects the engine to a rank and plans towards it. It blocks as long as the engine waits for the
-        peer, so another thread calls it. It raises `DisaggError` if the rank cannot be reached.
+        """A function that connects the engine and plans. It may block for as long as the engine waits for the peer, so
+        another thread calls it.
         """
         return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome)
 
@@ -338,7 +331,7 @@ class Handshake:
         logger.info("%s: %s is ready", self.me, peer)
 
     def writing(self, peer: PeerRank) -> Writing | None:
-        """What to tell a connected rank before anything is written to it; `None` if there is only one engine."""
+        """Sent before anything is written to a rank; `None` if there is only one engine."""
         rank = self.rank(peer)
         if rank is None or not isinstance(self._backend, SeveralEngines):
             return None
@@ -351,7 +344,6 @@ class Handshake:
         self._note_writer(found)
 
     def _note_writer(self, peer: Peer) -> None:
-        """Tell the engine how a rank writes, unless the rank has connected anew since it said so."""
         rank, said = peer.remote, peer.writing
         if rank is None or said is None or not isinstance(self._backend, SeveralEngines):
             return
@@ -359,7 +351,6 @@ class Handshake:
             self._backend.written_by(rank.engine, said.engine)
 
     def forget(self, instance: str) -> None:
-        """Forget an instance that has no connected ranks."""
         found = self._instances.get(instance)
         if found is not None and not found.connected():
             del self._instances[instance]
@@ -371,7 +362,7 @@ class Handshake:
             logger.warning("%s: disconnecting %s: %s: %s", self.me, peer, type(error).__name__, error)
 
     def disconnect(self, peer: PeerRank, epoch: int) -> RemoteRank | None:
-        """Disconnect a rank at an epoch. Returns it, whose engine is to be fenced, or `None` if it was not connected."""
+        """The disconnected rank, whose engine must be fenced; `None` if it was not connected."""
         found = self.peer(peer)
         rank = found.remote
         if rank is None or rank.epoch != epoch:
@@ -382,7 +373,7 @@ class Handshake:
 
 
 def _check_copied(plan: TransferPlan, peer: PeerRank) -> None:
-    """Raise `PeerUnreachable` for a plan that converts numbers: copies alone cannot."""
+    """Numbers are converted while they are packed; copies alone cannot."""
     if plan.converted:
         raise PeerUnreachable(
             f"{peer}, component {plan.converted[0]!r}: expected slots on both sides, since numbers are converted while they "

@@ -23,12 +23,10 @@ READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
 MAX_TIMER_LATENESS_S = 2e-3
 BUSY_POLL_S = 100e-6
-"""Length of one busy poll if Python must poll some of the work."""
+"""If Python must poll some of the work."""
 
 
 class Timed(Protocol):
-    """`tick` runs timers that are due, and `next_tick` says when the next one is."""
-
     def tick(self, now: float) -> None: ...
 
     @property
@@ -39,24 +37,22 @@ Command = tuple[Callable[[float], None], Callable[[DisaggError], None] | None]
 
 
 class CommandQueue:
-    """Functions for the control thread to run; `pending` were not run yet. Thread-safe."""
+    """Functions for the control thread to run. Thread-safe."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.pending: deque[Command] = deque()
 
     def put(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
-        """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
         self.pending.append((run, on_error))
         self._channel.wake()
 
     def run_all(self, now: float) -> None:
-        """Run the commands that are there now."""
         for _ in range(len(self.pending)):
             run, on_error = self.pending.popleft()
             try:
                 run(now)
-            except BaseException as error:  # concerns one request or peer; SystemExit would end this thread, not the process
+            except BaseException as error:  # one request or peer; SystemExit would end this thread, not the process
                 known = error if isinstance(error, DisaggError) else None
                 if on_error is None or known is None:
                     logger.exception("a command of the control thread failed")
@@ -66,8 +62,8 @@ class CommandQueue:
 
 class Loop:
     """The control thread of one manager. `timed` tick in this order, and the effects of the peer table are carried out
-    after each. `on_death` is called in the thread if it or the worker dies; `problem` says why. `over` is set before the
-    requests fail, so that a request opened later sees it.
+    after each. `on_death` is called if it or the worker dies. `over` is set before requests fail, so that a request opened
+    later sees it.
 
     For `spin_s` after the last activity it polls without a sleep, and advances transfers itself: a second awake thread
     would contend for the GIL.
@@ -106,7 +102,7 @@ class Loop:
         self.thread.start()
 
     def stop(self) -> None:
-        """End the thread, after the commands that were put before."""
+        """Commands that were put before still run."""
 
         def last(_: float) -> None:
             self._stopping = True
@@ -115,7 +111,7 @@ class Loop:
         self.thread.join(JOIN_TIMEOUT_S)
 
     def fail(self, thread: str, error: BaseException) -> None:
-        """Another thread of the manager has died: nothing settles without it, so the control thread ends too."""
+        """Nothing settles without that thread, so the control thread ends too."""
         self.problem = f"the {thread} thread died: {type(error).__name__}: {error}"
         self._cause = error  # last: the control thread ends when it sees this, and keeps the problem that is there
         self.channel.wake()
@@ -140,7 +136,6 @@ class Loop:
             raise self._cause
 
     def _iterate(self) -> None:
-        """Take what has arrived, then commands, and carry out the effects; then run due timers."""
         work, arrived = self._take_arrived()
         now = time.monotonic()
         if work or self._commands.pending or self._worker.has_reports or (self._spin_s and self._worker.step()):
@@ -184,9 +179,8 @@ class Loop:
         self._due_known = False
 
     def _busy_poll(self, seconds: float) -> None:
-        """Poll for what is likely to come next, without a sleep. The next iteration takes it. If native code polls
-        everything, it keeps the GIL released until there is something, so that a server that launches kernels meanwhile
-        does not wait for the GIL.
+        """If native code polls everything, it keeps the GIL released until there is something: a server that launches
+        kernels does not have to wait for it.
         """
         completions, all_native = self._worker.completions()
         if not all_native:
@@ -205,7 +199,6 @@ class Loop:
         return min(idle_s, READY_POLL_S) if self._dispatch.not_ready else idle_s
 
     def _next_due(self) -> float:
-        """Computed only before a wait."""
         if not self._due_known:
             self._due = min(timed.next_tick for timed in self._timed)
             self._due_known = True

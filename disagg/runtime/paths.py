@@ -1,9 +1,8 @@
 """Which path the pieces of a transfer take, and their binding to the request's rows.
 
 Engines pay for each piece. Large pieces, and small ones that join into long copies, go directly; others are packed into
-slots that the peer unpacks. A writer sends the span classes of a slot, and the peer derives from its own rows where the
-bytes belong. All pieces are packed for a peer whose rows only its own process may write, and those of components whose
-numbers are converted.
+slots that the peer unpacks, by span classes that the writer sends and its own rows. All are packed if only the peer's own
+process may write its rows, or if their numbers are converted.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from disagg.runtime.streams import MakeStream, PreparedPlan, destination_stream,
 from disagg.transfer.jobs import BoundTransfer, PackedStream
 
 MIN_PIECES = 32
-"""Fewer pieces than this go one by one: a slot costs two messages."""
+"""A slot costs two messages."""
 
 
 class Path(enum.Enum):
-    """`GATHERED` is also piece by piece: the engine itself gathers them cheaply."""
+    """`GATHERED`: piece by piece too, because the engine gathers them cheaply."""
 
     DIRECT = "direct"
     GATHERED = "gathered"
@@ -38,14 +37,13 @@ class Path(enum.Enum):
 
 
 def path_of(small: BoundRows, pack_below: int, gathers_from: int | None = None) -> Path:
-    """The path of a request's small pieces. They go directly if they join into runs that are long on average."""
+    """Small pieces go directly if they join into runs that are long on average."""
     destination = destination_stream([("", small)])
     if destination.total >= small.num_copies() * pack_below:
         return Path.DIRECT
     if gathers_from is None or not _gathers(source_stream([("", small)]), gathers_from):
         return Path.PACKED
-    # `pack_below` is for pieces that are apart on both sides. An engine that gathers makes the source's side as cheap as
-    # packing, so half of it counts.
+    # `pack_below` is for pieces that are apart on both sides; gathering makes the source's side as cheap as packing.
     return Path.GATHERED if destination.total >= destination.num_pieces * (pack_below / 2) else Path.PACKED
 
 
@@ -59,8 +57,8 @@ def bind_outgoing(
     gathers_from: int | None = None,
     make_stream: MakeStream = source_stream,
 ) -> BoundTransfer:
-    """Every copy of a transfer, by its path. `packs`: the peer lends slots. Unless `direct`, everything is packed.
-    `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do not fit.
+    """`packs`: the peer lends slots. Unless `direct`, everything is packed. `gathers_from` is as in `Gathering`. Raises
+    `LayoutError` if rows do not fit.
     """
     posted: list[CopyBatch] = []
     parts: list[Part] = []
@@ -91,7 +89,7 @@ def bind_outgoing(
 
 
 def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransfer) -> BoundTransfer:
-    """Every copy of a transfer, as runs over span classes that the engine has. Raises `LayoutError` if rows do not fit."""
+    """As runs over span classes that the engine has."""
     parts: list[SpanRuns] = []
     for outgoing in _outgoing(plan, start):
         parts += outgoing.bind().span_runs(prepared.first[outgoing.written.component])
@@ -106,8 +104,8 @@ def bind_incoming(
     *,
     make_stream: MakeStream = destination_stream,
 ) -> PackedStream:
-    """Where a writer's packed stream belongs, by this side's rows. Raises `RemoteProtocolError` for parts that this side
-    does not expect, `LayoutError` for rows that do not fit.
+    """Where a writer's packed stream belongs. Raises `RemoteProtocolError` for unexpected parts, `LayoutError` for rows
+    that do not fit.
     """
     packed: list[tuple[str, BoundRows]] = []
     if len({part.component for part in parts}) < len(parts) or any(len(set(part.spans)) < len(part.spans) for part in parts):
@@ -161,7 +159,7 @@ def _gathers(stream: Stream, gathers_from: int | None) -> bool:
 
 
 def _assumed_rows(space: RowSpace, written: Written, num_tokens: int) -> Rows:
-    """Rows as the writer may have them. Their ids do not matter for the order of a stream, only where pages end."""
+    """Only where the writer's pages end matters for the order of a stream, not their ids."""
     if space.tokens is None:
         return Slot(0)
     first = first_page(space, written.start, num_tokens)

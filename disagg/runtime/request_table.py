@@ -30,9 +30,7 @@ logger = ThreadLog(__name__)
 
 @dataclass
 class Request:
-    """`ended` is set once the server has its event; the record stays until the lease is released. `held` is the number of
-    its rows in `HeldRows`.
-    """
+    """`ended` is set once the server has its event. `held` is the number of its rows in `HeldRows`."""
 
     handle: Receiver | Sender
     ending: Ending
@@ -42,9 +40,7 @@ class Request:
 
 
 class RequestTable:
-    """Ends requests: the log, the metrics, the server's events, and threads that wait. Calls may come from any thread, but
-    `open` and `end` only from the control thread, or after its end.
-    """
+    """Any thread may call it, but `open` and `end` only the control thread, or another one after its end."""
 
     def __init__(
         self, *, name: str, local: LocalRank, group_rank: int, metrics: Metrics | None, tracing: Tracing | None
@@ -57,7 +53,7 @@ class RequestTable:
         self._requests: dict[Lease, Request] = {}
         self._places: dict[Place, Request] = {}
         self._held_rows = HeldRows(local.placements)
-        self._ended: dict[RequestHandle, Ending] = {}  # those whose events the server has not taken, in order
+        self._ended: dict[RequestHandle, Ending] = {}  # the server has not taken their events
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._draining = False
         self._metrics = metrics
@@ -66,9 +62,7 @@ class RequestTable:
     # -- the server's threads ----------------------------------------------------------------------------------------
 
     def add(self, handle: Receiver | Sender, ending: Ending) -> None:
-        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, if another receive holds a row
-        or a send reads it, and once the manager drains.
-        """
+        """Raises `LocalProtocolError` if the attempt is under way, another request holds a row, or the manager drains."""
         if self._draining:
             raise LocalProtocolError("the manager is draining: it takes no new requests")
         request = Request(handle, ending)
@@ -128,7 +122,6 @@ class RequestTable:
         return self._draining
 
     def drain(self, timeout_s: float) -> bool:
-        """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
         for request in tuple(self._requests.values()):  # also those that end just now: their events come first
@@ -137,11 +130,9 @@ class RequestTable:
         return not self.open_handles()
 
     def open_handles(self) -> list[Receiver | Sender]:
-        """Handles of the requests that have not ended."""
         return [request.handle for request in tuple(self._requests.values()) if not request.ended]
 
     def leased_sessions(self) -> list[Session]:
-        """Sessions of the requests in the table, whose leases are not released or were only just."""
         return [request.session for request in tuple(self._requests.values()) if request.session is not None]
 
     # -- the control thread ------------------------------------------------------------------------------------------
@@ -150,7 +141,7 @@ class RequestTable:
         return handle.lease in self._requests
 
     def open(self, handle: Receiver | Sender, run: Callable[[], Session]) -> None:
-        """Open the session of a request, unless the request has ended meanwhile."""
+        """Does nothing if the request has ended meanwhile."""
         request = self._requests.get(handle.lease)
         if request is None:
             return
@@ -162,7 +153,7 @@ class RequestTable:
         return Moments() if request is None else request.ending.moments
 
     def end(self, events: Sequence[Event]) -> None:
-        """Log and count requests that have ended, then wake the threads that wait, which may take the GIL."""
+        """Waking comes last, because a woken thread may take the GIL."""
         ended: list[Ending] = []
         try:
             for event in events:
@@ -188,7 +179,6 @@ class RequestTable:
                 ended[-1].yield_to_waiter()
 
     def _put(self, request: Request, event: Event) -> None:
-        """Give the handle its event, and queue it unless a task awaits the request."""
         with self._lock:
             request.ending.end(event)
             if not request.ending.is_awaited:
@@ -200,18 +190,18 @@ class RequestTable:
                 os.eventfd_write(self._event_fd, 1)
 
     def _claim(self, request: Request) -> bool:
-        """Whether the caller is the one that ends a request: two threads may try while the manager ends."""
+        """Whether the caller ends the request: two threads may try while the manager ends."""
         with self._lock:
             first, request.ended = not request.ended, True
         return first
 
     def end_unopened(self, handle: Receiver | Sender, error: DisaggError) -> None:
-        """A request could not be opened, so nothing ever touched its rows."""
+        """Nothing has touched its rows."""
         release(handle.lease)
         self.end([_failed(handle, error)])
 
     def fail_all(self, reason: str) -> None:
-        """The manager has ended: every request fails, and leases that are not released are quarantined."""
+        """The manager has ended."""
         requests = tuple(self._requests.values())
         for request in requests:
             if request.session is not None:
@@ -229,7 +219,7 @@ class RequestTable:
             release(session.lease)
 
     def close(self) -> None:
-        """Requests that end from now on are still reported by their handles."""
+        """Handles still report requests that end from now on."""
         with self._lock:
             descriptor, self._event_fd = self._event_fd, -1
         os.close(descriptor)

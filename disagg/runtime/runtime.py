@@ -79,9 +79,7 @@ class RuntimeSettings:
 
 
 class Runtime:
-    """The threads and the state of one manager. Raises `ConfigError` for invalid settings, `BackendUnavailable` if the
-    engine cannot be used.
-    """
+    """The threads and the state of one manager."""
 
     def __init__(self, settings: RuntimeSettings, components: Sequence[Component]) -> None:
         self.local = LocalRank.of(settings.topology, components)
@@ -110,11 +108,10 @@ class Runtime:
             self._opened = opened.pop_all()
 
     def _open(self, settings: RuntimeSettings, components: Sequence[Component], opened: contextlib.ExitStack) -> None:
-        """Open what must be closed again, and register memory with the engine."""
         self.memory = PoolMemory([region for component in components for region in component.regions])
         opened.callback(self.memory.close)
         self.spin_s = self.memory.spin_s
-        """How long a thread polls without a sleep after the last activity, in seconds."""
+        """After the last activity, in seconds."""
         heartbeat = settings.connection_limits or ConnectionLimits()
         self.channel = Channel(
             settings.listen,
@@ -176,7 +173,6 @@ class Runtime:
         )
 
     def _build(self, settings: RuntimeSettings) -> None:
-        """Join the parts that run in threads."""
         name = str(self.handshake.me)
         self.worker = TransferWorker(
             self.backend,
@@ -254,7 +250,6 @@ class Runtime:
         )
 
     def start(self) -> None:
-        """Start the threads, and join the instance at its leader."""
         for name, (address, key) in self._configured.items():  # before the first message is answered
             self.peers.add_peer(name, address, key, time.monotonic())
         self.worker.start()
@@ -265,8 +260,8 @@ class Runtime:
         self.commands.put(run, on_error)
 
     def open(self, handle: Receiver | Sender, ending: Ending, open_session: OpenSession, *, wait_until: float = NEVER) -> None:
-        """Register a request and have its session opened. A receive waits for its peer until `wait_until`. A failure ends
-        the request, also if the control thread dies just now. Raises `LocalProtocolError` if the same attempt is under way.
+        """A receive waits for its peer until `wait_until`. A failure ends the request, also if the control thread dies just
+        now.
         """
         self.requests.add(handle, ending)
         if isinstance(handle, Receiver):
@@ -281,7 +276,7 @@ class Runtime:
         self.openings.end(handle, error)
 
     def add_on_close(self, close: Callable[[], None]) -> None:
-        """Call `close` when the runtime closes, before anything that was opened earlier."""
+        """Called before anything that was opened earlier closes."""
         self._opened.callback(close)
 
     def close(self) -> None:
@@ -315,7 +310,6 @@ class Runtime:
         self._opened.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
-        """Put something between this rank and its control channel. Raises `LocalProtocolError` the second time."""
         if self._interposed:
             raise LocalProtocolError("interpose: something was already put between this manager and its channel")
         self._interposed, wire = True, wrap(self.channel)
@@ -333,7 +327,6 @@ class Runtime:
         return self.lifetime.inherited
 
     def queue_depths(self) -> dict[str, int]:
-        """Items that wait, by queue."""
         return {
             "commands": len(self.commands.pending),
             "transfers": self.worker.depth,
@@ -370,7 +363,7 @@ class Runtime:
         self.directory.forgotten(name)
 
     def _on_death(self, problem: str) -> None:
-        """The control thread has died: no session changes any more."""
+        """No session changes any more."""
         try:
             self.requests.fail_all(problem)
         finally:

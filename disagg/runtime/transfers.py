@@ -33,11 +33,11 @@ from disagg.transfer.staging import Loans
 from disagg.transfer.worker import TransferWorker
 
 MAX_STREAMS = 256
-"""Kept for one request; an earlier one is bound again if another slot of it comes."""
+"""Of one request; an earlier stream is bound again if another slot of it comes."""
 
 
 class Transfers:
-    """Used by the control thread. `on_unreachable` is called for a peer to which the engine's connection is broken."""
+    """Used by the control thread. `on_unreachable`: the engine's connection to a peer is broken."""
 
     def __init__(
         self,
@@ -63,15 +63,12 @@ class Transfers:
 
     @property
     def num_unconnected(self) -> int:
-        """Transfers that wait for their peer's engine."""
         return sum(len(starts) for _, peer in self._handshake.peers() for starts in tuple(peer.waiting.values()))
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
     def start(self, start: StartTransfer, now: float) -> None:
-        """Submit a transfer to the worker, or keep it until its rank is connected. A transfer for rows of a process that
-        has ended fails.
-        """
+        """Submit it, or keep it until its rank is connected. It fails if its rows are of a process that has ended."""
         ticket = start.ticket
         session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
         if session is None:
@@ -103,7 +100,6 @@ class Transfers:
         self._verification.start(rank, start)
 
     def unpack(self, slot: UnpackSlot, now: float) -> None:
-        """Submit a filled slot to the worker, to be scattered into its session's rows."""
         session: ReceiveSession = slot.session
         rank = self._handshake.rank(slot.peer)
         if rank is None:
@@ -120,13 +116,12 @@ class Transfers:
         self._worker.unpack([Unpack(slot, session.streams[key], slot.address, filled.offset, filled.nbytes)])
 
     def lend_ahead(self, peer: PeerRank) -> None:
-        """A writer is asked for bytes: lend the slots that it will want first, so that it need not ask."""
+        """Lend the slots that a writer will want first, so that it need not ask."""
         rank = self._handshake.rank(peer)
         if rank is not None and (rank.has_small or not self._handshake.is_direct(peer, rank.epoch)):
             self._sessions.lender.ahead(peer)
 
     def take_loans(self, effect: TakeLoans, now: float) -> None:
-        """The peer has listed its loans."""
         loans = self._loans_of(effect.peer)
         if loans is None:
             return
@@ -136,7 +131,7 @@ class Transfers:
             self._on_unreachable(effect.peer, str(error), now)
 
     def return_loans(self, effect: ReturnLoans, now: float) -> None:
-        """No request is open towards a peer: its loans go back."""
+        """No request is open towards the peer."""
         loans = self._loans_of(effect.peer)
         if loans is not None:
             self._sessions.borrower.give_back(effect.peer, loans, now)
@@ -152,9 +147,7 @@ class Transfers:
             self.start(start, now)
 
     def cancel(self, cancelled: CancelTransfers, now: float) -> None:
-        """End the transfers of a failed request that wait for a connection. The worker checks `cancelled` before it begins
-        one.
-        """
+        """Only those that wait for a connection: the worker asks before it begins a job."""
         for start in self._handshake.peer(cancelled.peer).waiting.pop(cancelled.key, ()):
             self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
 
@@ -214,7 +207,7 @@ class Transfers:
         )
 
     def count_settled(self) -> None:
-        """Add what has settled since the last call to the statistics. It runs last, so that it delays no message."""
+        """Called last, so that it delays no message."""
         for report, session in self._settled:
             self._stats.add(report)
             if session is not None:

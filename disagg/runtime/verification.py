@@ -1,4 +1,4 @@
-"""Compares the bytes sent with the bytes received, by checksums that writers and receivers compute of their own rows."""
+"""Compares sent with received bytes, by checksums that writers and receivers compute of their own rows."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ MAX_THREADS = 4
 def checksum_sent(
     plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: ChecksumFunction
 ) -> tuple[PartialChecksums, ...]:
-    """A writer's checksums of one chunk. Raises `LayoutError` for rows outside its pools, and for a reserve of too few
-    pages.
-    """
+    """Of one chunk. Raises `LayoutError` for rows outside the pools, and for a reserve of too few pages."""
     found = []
     for written in start.written:
         plan, rows = plans.get(written.component), start.chunk.rows.get(written.component)
@@ -69,7 +67,7 @@ def checksum_sent(
 
 
 def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: ChecksumFunction) -> None:
-    """Raises `VerificationFailed`, naming component, layer and page, if received rows differ from the writers' checksums."""
+    """Raises `VerificationFailed`, naming component, layer and page, if rows differ from the writers' checksums."""
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
         plan, rows, need = plans[name], start.rows[name], start.need[name]
         pages = page_range(plan, need)
@@ -110,7 +108,7 @@ class _Job(NamedTuple):
 
 
 class ChecksumWorker:
-    """One supervised thread, which starts with its first job. It calls `on_death` if it fails."""
+    """One supervised thread, which starts with its first job and calls `on_death` if it fails."""
 
     def __init__(self, *, name: str, on_death: Callable[[BaseException], None]) -> None:
         self._on_death = on_death
@@ -127,8 +125,8 @@ class ChecksumWorker:
         ready: ReadyEvent | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Call `run` once `ready` has passed, unless it is not `wanted` any more, then `done` with its result or its error.
-        Only one thread may call this.
+        """Call `run` once `ready` has passed, if it is still `wanted`, then `done` with its result or its error. Only one
+        thread may call this.
         """
         if not self._started:
             try:
@@ -180,7 +178,7 @@ def _attempt(run: Callable[[], T]) -> tuple[T | None, DisaggError | None]:
         return run(), None
     except DisaggError as error:
         return None, error
-    except BaseException as error:  # one request's error ends that request only, also SystemExit of the server's event
+    except BaseException as error:  # ends one request only, also SystemExit of the server's event
         logger.exception("a checksum failed")
         return None, _uncomputed(f"{type(error).__name__}: {error}")
 
@@ -191,7 +189,7 @@ def _uncomputed(why: str) -> RequestAborted:
 
 @dataclass
 class _Pending:
-    """A chunk whose checksums are being computed. `packed` and `took` are there once its transfer has settled."""
+    """`packed` and `took` are there once the chunk's transfer has settled."""
 
     packed: int | None = None
     took: tuple[float, ...] = ()
@@ -200,7 +198,7 @@ class _Pending:
 
 
 class Verification:
-    """The checksums of requests that ask for them. Only the control thread calls it. `command` runs a function there."""
+    """Only the control thread calls it. `command` runs a function there."""
 
     def __init__(
         self,
@@ -227,14 +225,12 @@ class Verification:
 
     @property
     def thread(self) -> threading.Thread:
-        """It may not have started."""
         return self._worker.thread
 
     def stop(self, timeout_s: float) -> None:
         self._worker.stop(timeout_s)
 
     def start(self, rank: RemoteRank, start: StartTransfer) -> None:
-        """Compute the checksums of a chunk, if its reserve asks for them."""
         ticket = start.ticket
         if start.reserve.verify == "off":
             return
@@ -253,7 +249,7 @@ class Verification:
         )
 
     def settled(self, ticket: Ticket, *, packed: int, took: tuple[float, ...], error: str, now: float) -> bool:
-        """A transfer has settled. Returns whether its checksums are still missing: the protocol gets both together."""
+        """Returns whether checksums are still missing: the protocol gets the end of a transfer together with them."""
         if error:
             self._pending.pop(ticket, None)
         pending = self._pending.get(ticket)
@@ -277,7 +273,6 @@ class Verification:
         self._sessions.receives.verified(start.peer, start.key, now, error=error)
 
     def _report(self, ticket: Ticket, pending: _Pending, now: float) -> None:
-        """Report a chunk as settled once both its transfer and its checksums are done."""
         if pending.packed is None or not (pending.sums is not None or pending.error):
             return
         del self._pending[ticket]
