@@ -1,5 +1,5 @@
-"""Agreements with peers, computed outside the control thread: tables come from peers, and electing writers takes up to a
-second. Until an agreement is known, hellos are answered with `busy`.
+"""Agreements with peers, computed outside the control thread, since electing writers may take a second. Until then hellos
+are answered with `busy`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from disagg.protocol.peer_effects import Undecided
 MAX_TABLE_NBYTES = 4 << 20
 """One rank takes about 600 bytes for each component."""
 MAX_RANKS = 4096
-"""Of a peer instance: each costs a connection and some memory."""
+"""Each costs a connection and some memory."""
 MAX_AGREEMENTS = 256
-"""Tables whose agreement is kept. Instances with equal layouts share one."""
+"""Instances with equal layouts share one."""
 MAX_COMPARING = 4
-"""Tables that are compared at a time, each in a thread; others wait for the next hello."""
+"""Each in a thread; other tables wait for the next hello."""
 
 
 class Agreements:
-    """The agreements of one rank, by the peer's table. Used by one thread."""
+    """By the peer's encoded table. Used by one thread."""
 
     def __init__(self, local: LocalRank) -> None:
         self._local = local
         self._found: OrderedDict[bytes, Future[Agreement | str]] = OrderedDict()
 
     def get(self, table: bytes) -> Agreement:
-        """The agreement with an instance of that encoded table. Raises `Undecided` while it is being computed,
-        `LayoutError` if the layouts do not match.
-        """
+        """Raises `Undecided` while it is being computed, `LayoutError` if the layouts do not match."""
         if len(table) > MAX_TABLE_NBYTES:
             raise LayoutError(f"layout table: expected at most {MAX_TABLE_NBYTES} bytes, found {len(table)}")
         known = self._found.get(table)

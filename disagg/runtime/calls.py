@@ -20,12 +20,12 @@ from disagg.requests import Receiver, Sender
 from disagg.runtime.runtime import Runtime
 
 DECLINE_S = 60.0
-"""How long a message about a request that is not received waits for its peer."""
+"""For the peer of a declined or wanted request to become ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiveCall:
-    """The checked arguments of `KVManager.receiver`. A deadline of infinity is none."""
+    """The checked arguments of `KVManager.receiver`."""
 
     key: RequestKey
     peer: str
@@ -40,9 +40,8 @@ class ReceiveCall:
 
 
 def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
-    """Reserve rows at a peer, now or once it is ready. A peer that becomes ready too late is told that nothing is needed.
-    Raises `LocalProtocolError` and `LayoutError` for invalid rows and needs; errors that only the peer's layouts show end
-    the request.
+    """Reserve rows, now or once the peer is ready. A peer that becomes ready too late is told that nothing is needed.
+    Errors that only its layouts show end the request.
     """
     check_ready(call.ready)
     check_text(call.label, "label")
@@ -71,9 +70,7 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
 
 
 def _needs(runtime: Runtime, call: ReceiveCall, agreement: Agreement | None) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
-    """The tokens that this rank needs and the ids of their rows: of components that both sides have, or, while the peer is
-    not known, of those with rows.
-    """
+    """Of the components that both sides have, or, while the peer is not known, of those with rows."""
     agreed = call.rows if agreement is None else agreement.incoming.components
     return check_needs(runtime.local, runtime.local.topology.group_rank, agreed, call.rows, call.need)
 
@@ -133,8 +130,8 @@ def open_sender(
 
 
 def tell(runtime: Runtime, message: Callable[..., None], key: RequestKey, *, peer: str, group: int) -> None:
-    """Send a `message` of `Sessions` about a request, `decline` or `want`, to every rank of a group that may write it to
-    this one, now or once the peer is ready.
+    """Send a `message` of `Sessions`, `decline` or `want`, to every rank of a group that may write the request to this
+    one.
     """
     group = check_number(group, f"group of peer {peer!r}", 2**31)
 

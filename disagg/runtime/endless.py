@@ -1,6 +1,5 @@
-"""Ends connections whose message does not end. libzmq bounds a frame, but not the frames of a message, and delivers a
-message only once it is complete, so a peer could fill this process's memory. The kernel knows how much a connection has
-received.
+"""Ends connections whose message does not end. libzmq bounds a frame, but not their number in a message, and delivers only
+complete messages, so a peer could fill this process's memory. The kernel knows how much a connection has received.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ logger = ThreadLog(__name__)
 
 CHECK_S = 0.25
 MAX_NBYTES = 2 * MAX_MESSAGE_NBYTES
-"""Limit on what a connection receives between two messages. Messages that leave together have half."""
+"""Between two messages. Messages that leave together have half."""
 
 
 class EndlessMessages:
-    """Watches the connections that peers have opened to one port."""
-
     def __init__(self) -> None:
         self._check_at = 0.0
         self._heard: set[int] = set()
@@ -35,7 +32,7 @@ class EndlessMessages:
         self._heard.add(descriptor)
 
     def end(self, opened: Iterable[int], port: int) -> None:
-        """`port` is the one that the connections were opened to: a descriptor may belong to something else by now."""
+        """Only those still connected to `port`: a descriptor may belong to something else by now."""
         now = time.monotonic()
         if now < self._check_at:
             return
@@ -52,7 +49,6 @@ class EndlessMessages:
         self._check_at = now + max(CHECK_S, 20 * (time.monotonic() - now))  # at most 5% of the time
 
     def shut(self, descriptor: int, port: int, reason: str) -> None:
-        """End a connection, if it is to `port`."""
         with contextlib.suppress(OSError, IndexError), duplicate(descriptor) as connection:
             if connection.getsockname()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The state of a manager at one moment, for the server and for metrics. No function blocks; any thread may call it."""
+"""The state of a manager, for the server and for metrics. No function blocks; any thread may call it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PeerHealth:
 class Health:
     """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
 
-    Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
-    `renewal_due` says why to close this manager and build another over the same pools: there are more such requests than
-    `Limits.max_quarantined`, and the end of an engine is a proof for most; peers that are gone may still write to most of
-    the staging slots; or the engine will never serve new peers again.
+    `quarantined` counts requests whose rows are not proved quiet, by reason. `renewal_due` says why to close this manager
+    and build another over the same pools: there are more of them than `Limits.max_quarantined`, lost peers may still write
+    to most of the staging slots, or the engine will never serve new peers again. The end of the engine proves most rows
+    quiet.
     """
 
     ok: bool
@@ -66,7 +66,7 @@ def health_of(runtime: Runtime) -> Health:
 
 
 def unready(runtime: Runtime) -> str:
-    """Why new requests should not be routed here; empty if they may be. One ready configured peer is enough."""
+    """Why new requests should not be routed here; empty if they may be. One ready peer is enough."""
     if runtime.problem:
         return runtime.problem
     if runtime.requests.is_draining:

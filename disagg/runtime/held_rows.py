@@ -19,10 +19,8 @@ from disagg.requests import Receiver, Sender
 
 
 class HeldRows:
-    """The last receive that each row was given to, and the number of sends that read it. Thread-safe.
-
-    Several sends may read one row, such as a page of a common prefix. Rows of a send that was aborted, or whose lease is
-    quarantined, count as free: the send has failed, so its data is not used.
+    """Thread-safe. Several sends may read one row, such as a page of a common prefix. Rows of a send that was aborted, or
+    whose lease is quarantined, count as free: the send has failed, so its data is not used.
     """
 
     def __init__(self, placements: Mapping[str, Placement]) -> None:
@@ -35,8 +33,8 @@ class HeldRows:
         self._num_sends = _zeros(placements)
 
     def take(self, receiver: Receiver) -> int:
-        """Give a receive the rows that it needs, and return its number for `forget`. Raises `LocalProtocolError`, with
-        nothing changed, for a row that another receive holds, or that a send reads.
+        """The number of a receive, for `forget`. Raises `LocalProtocolError`, with nothing changed, for a row that is
+        held.
         """
         with self._lock:
             for name, ids in receiver.ids.items():
@@ -56,9 +54,7 @@ class HeldRows:
         return number
 
     def read(self, number: int, rows: Mapping[str, Ids]) -> None:
-        """A send reads rows until it is forgotten. Rows may be named again. Raises `LocalProtocolError`, with nothing
-        changed, for a row that a receive holds.
-        """
+        """Rows may be named again. Raises `LocalProtocolError`, with nothing changed, for a row that a receive holds."""
         with self._lock:
             if number not in self._senders:
                 return  # it has ended
@@ -98,7 +94,7 @@ class HeldRows:
             )
 
     def _sends_of(self, name: str, ids: Ids) -> Iterator[tuple[Sender, int]]:
-        """The sends that read one of the rows, each with the first such row."""
+        """Each with its first such row."""
         for sender, given in self._senders.values():
             if sender.lease.state is LeaseState.HELD and not sender.lease.withdrawn:
                 found = [each[np.isin(each, ids)] for component, each in given if component == name]

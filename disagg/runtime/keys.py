@@ -30,7 +30,7 @@ def check_key(key: object, *, what: str) -> None:
 
 
 def parse_key(text: str, *, what: str) -> str:
-    """A key of 40 Z85 characters or 64 hex digits, as Z85. Raises `ConfigError`, which does not show the key."""
+    """A key of 40 Z85 characters or 64 hex digits, as Z85."""
     text = text.strip()
     if re.fullmatch("[0-9a-fA-F]{64}", text):
         return zmq.utils.z85.encode(bytes.fromhex(text)).decode()
@@ -39,13 +39,13 @@ def parse_key(text: str, *, what: str) -> str:
 
 
 def hexadecimal(key: str) -> str:
-    """A key of Z85 as 64 hexadecimal digits, which need no quotes in a shell."""
+    """64 digits, which need no quotes in a shell."""
     return zmq.utils.z85.decode(key.encode()).hex()
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A CURVE key pair, as Z85 text of 40 characters each. The secret is not printed."""
+    """A CURVE key pair, as 40 characters of Z85 each. The secret is not printed."""
 
     public: str
     secret: str
@@ -64,8 +64,6 @@ class KeyPair:
 
 
 def authenticator(context: zmq.Context[zmq.Socket[bytes]], allow: Callable[[str], bool]) -> zmq.auth.thread.ThreadAuthenticator:
-    """Start to authenticate connections by the public keys that `allow` accepts."""
-
     class Provider:
         def callback(self, _domain: str, key: bytes) -> bool:
             known = allow(key.decode())

@@ -1,4 +1,4 @@
-"""The end of a manager: once, from any thread, at the latest with the interpreter, and only in the process that built it."""
+"""Closes a manager: once, from any thread, at the latest with the interpreter, and only in the process that built it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable, Container
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 30.0
-"""How long the end of the interpreter waits for open managers."""
+"""For all open managers."""
 _open: set[Lifetime] = set()
 
 
 class Lifetime:
-    """Calls `close` once. `threads` gives the manager's own threads, in which callbacks of the server run. `inherited` says
-    why a forked child cannot use the manager; it is empty elsewhere.
+    """`threads` are the manager's own, in which callbacks of the server run. `inherited` says why a forked child cannot use
+    the manager; it is empty elsewhere.
     """
 
     def __init__(self, close: Callable[[], None], *, threads: Callable[[], Container[threading.Thread]]) -> None:
@@ -40,8 +40,8 @@ class Lifetime:
         return "the manager is closing" if self._closer is not None else ""
 
     def end(self) -> None:
-        """Close the manager, or wait for the thread that does. One of the manager's own threads cannot wait for its own
-        end: then another thread closes, and this returns at once.
+        """Wait for the thread that closes. One of the manager's threads cannot: then another one closes, and this returns
+        at once.
         """
         if self.inherited:
             return
@@ -61,12 +61,12 @@ class Lifetime:
             self._over.wait()
 
     def forget(self) -> None:
-        """The engine is closed, so a child that is forked from now on has nothing to leave alone."""
+        """The engine is closed: a child that is forked from now on has nothing to leave alone."""
         _open.discard(self)
 
     def inherit(self) -> None:
-        """In a forked child: the threads are gone, and locks may be held for ever. A finalizer would tell peers or devices
-        that the parent's engine has ended, so the manager is never freed.
+        """In a forked child locks may be held for ever, and a finalizer would tell peers or devices that the parent's
+        engine has ended. So the manager is never freed.
         """
         self.inherited = f"process {self._pid} has built this manager; a forked child cannot use it, and builds its own"
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
@@ -90,7 +90,7 @@ def _inherit_all() -> None:
 
 
 def _end_all() -> None:
-    """At exit the manager's threads would run into an interpreter that is being torn down."""
+    """Later its threads would run into an interpreter that is being torn down."""
     if not _open:
         return
     thread = threading.Thread(target=_end_each, name="disagg-exit", daemon=True)

@@ -1,7 +1,5 @@
-"""Prometheus metrics of one manager, in a registry of its own.
-
-Requests are counted as they end; everything else is read at each scrape. Labels are peers' names or enumeration values,
-never other text from a peer.
+"""Prometheus metrics of one manager. Requests are counted as they end; everything else is read at each scrape. Labels are
+peers' names or enumeration values, never other text from a peer.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 MAX_PEERS = 2048
-"""Peers whose requests are counted; beyond this the first counted are forgotten."""
+"""Beyond this the first counted are forgotten."""
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A manager at one moment. Mappings are by label: a peer's name, or a word of the enumeration that the field names."""
+    """Mappings are by label: a peer's name, or a word of the enumeration that the field names."""
 
     healthy: bool
     peers_ready: Mapping[str, bool]
@@ -40,18 +38,18 @@ class Snapshot:
 
 
 Row = tuple[str, str, str | None, Mapping[str, float]]
-"""A metric family: name, help text, optional label, and values by label."""
+"""Name, help text, optional label, and values by label."""
 
 
 class Reader(Collector):
-    """Reads a snapshot and the labels of `disagg_build_info` at every scrape."""
+    """Reads a snapshot at every scrape, and labels of `disagg_build_info`."""
 
     def __init__(self, read: Callable[[], Snapshot], build: Callable[[], Mapping[str, str]]) -> None:
         self._read = read
         self._build = build
 
     def describe(self) -> Iterable[Metric]:
-        """Describe no metrics, so that registration reads nothing."""
+        """Nothing, so that registration reads nothing."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -107,7 +105,7 @@ class Metrics:
         self._children: dict[str, dict[tuple[str, str], tuple[Counter, Histogram, Counter]]] = {}
 
     def count(self, *, direction: str, peer: str, cause: str, nbytes: int, seconds: float) -> None:
-        """Count a request that has ended after `seconds`. `cause` is empty if it succeeded."""
+        """`cause` is empty if the request succeeded."""
         children = self._children.setdefault(peer, {})
         key = direction, cause
         found = children.get(key)

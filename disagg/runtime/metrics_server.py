@@ -1,6 +1,4 @@
-"""The HTTP server of one manager: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes. One thread serves every
-connection.
-"""
+"""One manager's HTTP server: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from disagg.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0
-"""For a request to arrive and its answer to leave; then the connection is closed."""
+"""For a request to arrive and its answer to leave."""
 MAX_CONNECTIONS = 64
 """Beyond this the oldest is closed."""
 MAX_REQUEST_NBYTES = 16384
@@ -27,8 +25,8 @@ _END = b"\r\n\r\n"
 
 
 class MetricsServer:
-    """`/healthz` answers 200 `ok`, or 503 with what `problem` returns; `/readyz` does so with `unready`. There is no
-    authentication. Port 0 means any free port. Raises `ConfigError` if the address cannot be bound.
+    """`/healthz` answers 200 `ok`, or 503 with what `problem` returns; so does `/readyz` with `unready`. Port 0 is any.
+    Raises `ConfigError` if the address cannot be bound.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What libzmq reports about the connections that peers open: which were refused, and which have ended."""
+"""libzmq's reports of connections that peers open: which were refused, and which have ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Monitor:
     """The monitor of a ROUTER. `socket` is readable when there are events.
 
     libzmq names a connection by its descriptor, which may be used again, and its messages by a routing id. `add` joins the
-    two. Call `take` first, so that events of an earlier connection with that descriptor are past.
+    two; call `take` first, to be past the events of an earlier connection.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
@@ -47,23 +47,22 @@ class Monitor:
         self._endless = EndlessMessages()
 
     def hears(self, connection: bytes) -> bool:
-        """A message has come by a connection. Returns whether its routing id was added, and it has not ended."""
+        """Whether the connection of a message was added, and has not ended."""
         descriptor = self._known.get(connection)
         if descriptor is not None:
             self._endless.hear(descriptor)
         return descriptor is not None
 
     def end_endless(self, port: int) -> None:
-        """End the connections to the ROUTER's port whose message does not end."""
         self._endless.end(tuple(self._open), port)
 
     def end(self, descriptor: int | None, port: int) -> None:
-        """End a connection to the ROUTER's port that sends what no rank sends."""
+        """End a connection that sends what no rank sends."""
         if descriptor in self._open:
             self._endless.shut(descriptor, port, "its message has too many frames")
 
     def add(self, connection: bytes, descriptor: int | None) -> bool:
-        """Note the routing id of the connection with a descriptor. Returns whether that connection is still open."""
+        """Join a routing id and a descriptor. Returns whether that connection is still open."""
         if descriptor is None or descriptor not in self._open or connection in self._over:
             return False
         earlier = self._by_descriptor.get(descriptor)
@@ -81,7 +80,7 @@ class Monitor:
             self._over.popitem(last=False)
 
     def take(self) -> list[bytes]:
-        """Count refusals, and return the routing ids of connections that have ended."""
+        """Returns the connections that have ended."""
         ended, self._late = self._late, []
         while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             message = zmq.utils.monitor.recv_monitor_message(self.socket, zmq.DONTWAIT)

@@ -16,11 +16,11 @@ from disagg.runtime.loop import CommandQueue
 from disagg.runtime.request_table import RequestTable
 
 OpenSession = Callable[[float], Session]
-"""Opens a session in the control thread, or raises `DisaggError`."""
+"""In the control thread; it may raise `DisaggError`."""
 
 
 class _Waiting(NamedTuple):
-    """A call that waits for a peer. Without a `handle` no request ends if the peer does not become ready."""
+    """`handle`: the request that fails if the peer does not become ready."""
 
     handle: Receiver | None
     run: Callable[[], None]
@@ -46,14 +46,14 @@ class Openings:
         return len(self._numbers)
 
     def put(self, handle: Sender, open_session: OpenSession) -> None:
-        """Open the session of a request that waits for nobody. A failure ends the request."""
+        """A failure ends the request."""
         self._commands.put(
             lambda now: self._requests.open(handle, lambda: open_session(now)),
             lambda error: self._requests.end_unopened(handle, error),
         )
 
     def put_when_ready(self, handle: Receiver, open_session: OpenSession, deadline: float) -> None:
-        """Open the session of a request once its peer is ready. The request ends if that takes longer than `deadline`."""
+        """The request ends if that takes longer than `deadline`."""
 
         def open_or_wait(now: float) -> None:
             if not self._requests.has(handle):
@@ -66,7 +66,7 @@ class Openings:
         self._commands.put(open_or_wait, lambda error: self._requests.end_unopened(handle, error))
 
     def wait(self, peer: str, handle: Receiver | None, run: Callable[[], None], deadline: float) -> None:
-        """Call `run` once the peer is ready, unless `deadline` passes before."""
+        """Unless `deadline` passes first."""
         number = next(self._count)
         self._waiting.setdefault(peer, {})[number] = _Waiting(handle, run)
         if handle is not None:
@@ -92,7 +92,7 @@ class Openings:
         self._requests.end_unopened(handle, error)
 
     def tick(self, now: float) -> None:
-        """Open the requests whose peer is ready. End those that are late, or whose peer refuses this instance."""
+        """Open requests whose peer is ready. End those that are late, or whose peer refuses this instance."""
         for peer in tuple(self._waiting):
             self._advance(peer)
         while self._deadlines and self._deadlines[0][0] <= now:

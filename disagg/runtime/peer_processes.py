@@ -1,7 +1,6 @@
-"""The processes of peers on this host, as the kernel attests them.
-
-The name of a manager's identity socket (`disagg.machine.processes`) follows from its instance, rank and epoch. A peer has
-proved these on its control channel, so it cannot pass off another process as its own.
+"""The processes of peers on this host, as the kernel attests them. The name of a manager's identity socket
+(`disagg.machine.processes`) follows from its instance, rank and epoch. A peer has proved these on its control channel, so
+it cannot pass off another process as its own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def socket_name(instance: str, rank: int, epoch: int) -> str:
 
 
 class PeerProcesses:
-    """This manager's identity socket, and the processes that it watches. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self, instance: str, rank: int, epoch: int) -> None:
         self._lock = threading.Lock()
@@ -35,7 +34,7 @@ class PeerProcesses:
             logger.warning("%s/%d: peers of this host cannot attest this process: %s", instance, rank, error)
 
     def attest(self, instance: str, rank: int, epoch: int) -> ProcessWatch | None:
-        """The process of a peer rank at an epoch; `None` unless it is on this host and the kernel attests it."""
+        """`None` unless the rank is on this host and the kernel attests its process."""
         name = socket_name(instance, rank, epoch)
         with self._lock:
             for each, watch in list(self._watches.items()):
@@ -50,12 +49,12 @@ class PeerProcesses:
             return found
 
     def have_ended(self) -> bool:
-        """Whether any of the processes has ended since the last call. Costs the same for any number of them."""
+        """Since the last call. Costs the same for any number of processes."""
         with self._lock:
             return not self._epoll.closed and bool(self._epoll.poll(0))
 
     def prune(self) -> None:
-        """Keep room for peers that attest this process. Call it now and then."""
+        """Keeps room for peers that attest this process."""
         with self._lock:
             if self._socket is not None:
                 self._socket.prune()

@@ -1,4 +1,4 @@
-"""Finds out whether anybody listens at the address of a silent peer. The control thread calls it, and it never waits."""
+"""Finds out whether anybody listens at the address of a silent peer, without blocking the control thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from disagg.protocol.types import NEVER
 MAX_PROBES = 64
 """Others are left out; the next hello to the peer asks for another one."""
 POLL_S, PROBE_S = 0.02, 1.0
-"""How often probes are polled, and how long each lasts. A host that is up answers at once, also if nobody listens."""
+"""A host that is up answers at once, also if nobody listens."""
 
 
 class Probes:
-    """TCP connections, opened to see whether the host refuses them; then `on_gone` is called with the number of the dial
-    and the reason.
-    """
+    """`on_gone` is called with the number of the dial and the reason if the host refuses a connection."""
 
     def __init__(self, on_gone: Callable[[int, str], None]) -> None:
         self._on_gone = on_gone
@@ -27,7 +25,7 @@ class Probes:
         self.next_tick = NEVER
 
     def begin(self, dial: int, address: str, now: float) -> None:
-        """Begin to probe a numeric address, unless there are too many probes, or one for this dial."""
+        """`address` is numeric."""
         if dial in self._open or len(self._open) >= MAX_PROBES:
             return
         host, port = parse_address(address, what="peer address")
@@ -45,7 +43,6 @@ class Probes:
             self._end(dial, error)
 
     def tick(self, now: float) -> None:
-        """End the probes that the host has answered, and those that last too long."""
         self.next_tick = now + POLL_S
         poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
         dials = {probe.fileno(): dial for dial, (probe, *_) in self._open.items()}

@@ -1,5 +1,5 @@
-"""Resolves the host names of peers. libzmq would do it in the thread that moves the messages of all peers, so a slow name
-server would hold them all up.
+"""Resolves peers' host names. libzmq would do it in the thread that moves all messages, and a slow name server would hold
+that up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from disagg.core.address import bracketed, is_numeric, parse_address
 
 MAX_RESOLVING = 8
-"""Names at a time; one that hangs delays others only beyond this."""
 Resolved = Callable[[str | OSError], None]
 """Gets the address with a numeric host, or why there is none."""
 
@@ -31,7 +30,7 @@ class Resolver:
         self._closed = False
 
     def resolve(self, address: str, then: Resolved) -> None:
-        """Call `then` in the control thread once the host of `tcp://host:port` is resolved, at once if it is numeric."""
+        """`then` runs in the control thread, at once if the host is numeric."""
         if is_numeric(parse_address(address, what="peer address")[0]):
             then(address)
             return
@@ -52,7 +51,7 @@ class Resolver:
             self._num_threads += 1
 
     def close(self) -> None:
-        """Run no more commands, and end the threads, without waiting for a name server."""
+        """Does not wait for a name server."""
         with self._lock:
             self._closed = True
         for _ in range(self._num_threads):
@@ -72,7 +71,7 @@ class Resolver:
 
 
 def _resolve(address: str) -> str | OSError:
-    """`address` with a numeric host, IPv4 if it has one; or why there is none."""
+    """Prefers IPv4."""
     host, port = parse_address(address, what="peer address")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

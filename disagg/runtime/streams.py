@@ -1,8 +1,8 @@
 """Packed streams and prepared span classes of the plans between two ranks.
 
-A stream is one side's bytes of a request in an order that both sides derive from the plan without naming an address: span
-classes, layers, tokens in order, cut where a page of either side ends. Engines and kernels that compute addresses get the
-span classes when a rank is connected; a request is then only runs of tokens.
+A stream is one side's bytes of a request in an order that both sides derive from the plan: span classes, layers, tokens in
+order, cut where a page of either side ends. Engines and kernels that compute addresses get the span classes when a rank is
+connected, and runs of tokens for each request.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from disagg.transfer.jobs import PackedStream
 from disagg.transfer.pool_memory import PoolMemory
 
 MakeStream = Callable[[Sequence[tuple[str, BoundRows]]], PackedStream]
-"""Makes the stream of some components' bound rows, by name and in order, for one side of one plan."""
+"""Makes the stream of some components' bound rows, by name and in order."""
 
 
 @dataclass(frozen=True)
 class PreparedPlan:
-    """A plan's span classes as the engine has them. `first` is the number of each component's first span class."""
+    """`first` is the number of each component's first span class."""
 
     spans: PreparedSpans
     first: Mapping[str, int]
 
 
 def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
-    """Whether the pieces of a span class are below the threshold. Runs of tokens end with the shorter page. Converted
-    numbers always travel packed, so they count as small.
-    """
+    """Runs of tokens end with the shorter page. Converted numbers always travel packed."""
     if plan.converts:
         return True
     if not span.dense:
@@ -46,7 +44,7 @@ def has_small(plan: TransferPlan, pack_below: int) -> bool:
 
 
 def prepare(backend: Backend, peer: RemotePeer, plan: TransferPlan) -> PreparedPlan | None:
-    """Give a plan's span classes to an engine that takes them. Raises as `SpanWriter.prepare_spans` does."""
+    """`None` if the engine takes no span classes."""
     if not isinstance(backend, SpanWriter):
         return None
     shapes, first = _shapes(plan)
@@ -86,7 +84,7 @@ def _host_stream(bound: Sequence[tuple[str, BoundRows]], *, source: bool) -> Str
 
 
 def _shapes(plan: TransferPlan) -> tuple[list[SpanShape], dict[str, int]]:
-    """Every component's span classes, and the number of each component's first."""
+    """Every component's span classes, and the number of its first."""
     shapes: list[SpanShape] = []
     first = {}
     for name, component in plan.components.items():

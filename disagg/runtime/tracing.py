@@ -1,8 +1,7 @@
 """OpenTelemetry spans: one for each request on each rank, and one in it for each phase.
 
 A span's parent is the span that is current where the server makes the handle; for a sender without one, the first
-receiver's span. A receiver's context travels in the reserve, as a W3C `traceparent`, and the sender's span is linked to it.
-Spans need the package `opentelemetry-api`, and reach a collector only if the process has set up OpenTelemetry's SDK.
+receiver's. The reserve carries the receiver's context as a W3C `traceparent`, and the sender's span is linked to it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = ThreadLog(__name__)
 
 
 class Tracing:
-    """Raises `ConfigError` without the package."""
+    """Raises `ConfigError` without the package `opentelemetry-api`."""
 
     def __init__(self) -> None:
         try:
@@ -47,7 +46,7 @@ class Tracing:
         self._sending: dict[Sender, Context] = {}
 
     def begin(self, handle: Receiver | Sender) -> None:
-        """In the server's thread. Errors of its span processors are logged, here and in `end`."""
+        """In the server's thread."""
         try:
             self._begin(handle)
         except Exception:
@@ -105,7 +104,7 @@ class Tracing:
 
 
 def _traces(sender: Sender) -> Iterable[str]:
-    """The traces of the receivers that have reserved, the first one first, each once."""
+    """In the order of the reserves, each once."""
     session: SendSession | None = sender.session
     reserves = () if session is None else [each.reserve for each in tuple(session.destinations.values())]
     return dict.fromkeys(reserve.trace for reserve in reserves if reserve is not None and reserve.trace)

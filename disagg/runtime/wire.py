@@ -11,7 +11,7 @@ from disagg.core import _native
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A message on a connection that a peer opened: answer it with `reply`."""
+    """On a connection that a peer opened: answer it with `reply`."""
 
     connection: bytes
     user: str
@@ -19,14 +19,14 @@ class Inbound(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A message on connection `dial`, which this side opened."""
+    """On connection `dial`, which this side opened."""
 
     dial: int
     data: bytes
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """A connection that a peer had opened has ended."""
+    """A peer's connection has ended."""
 
     connection: bytes
 

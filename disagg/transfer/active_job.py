@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 
 class ActiveJob:
-    """`step` posts its copies, fills slots that the peer has lent, and polls what is in flight."""
-
     def __init__(
         self,
         job: Job,
@@ -74,7 +72,7 @@ class ActiveJob:
         return waiting
 
     def is_ready(self) -> bool | None:
-        """Whether its event has passed. `None` if the event failed, which has ended the job."""
+        """`None` if its event failed, which has ended the job."""
         ready = self.job.ready
         if ready is None or self.job.cancelled():
             return True
@@ -118,7 +116,7 @@ class ActiveJob:
         return packed
 
     def _end_if_cancelled(self) -> bool:
-        """Whether the job has an error by now; if nothing is in flight, it has ended."""
+        """Whether the job has an error by now; it has ended if nothing is in flight."""
         if self.job.cancelled():
             self._report.error = self._report.error or CANCELLED
             if not self.in_flight():
@@ -126,9 +124,7 @@ class ActiveJob:
         return self._report.error != ""
 
     def _poll(self) -> int:
-        """Poll transfers, and report the end of the job once none is left, or once it has failed and nothing reads its
-        rows. Returns how many transfers have settled.
-        """
+        """A failed job ends once nothing reads its rows. Returns how many transfers have settled."""
         if not self.in_flight():
             return 0
         settled = 0
@@ -144,17 +140,16 @@ class ActiveJob:
         return settled
 
     def _reads_rows(self) -> bool:
-        """Whether the engine or a packer may still read the rows."""
         return self._direct is not None or (self._packed is not None and self._packed.reads_rows())
 
     def _report_unsettled(self) -> None:
-        """Report once if the engine does not know whether it still reads the rows."""
+        """The engine does not know whether it still reads the rows. Reported once."""
         if self.is_unsettled and not self._told_unsettled:
             self._told_unsettled = True
             self._reports.append(Settled(ticket=self.job.ticket, error=self._report.error, unsettled=True))
 
     def _poll_transfer(self, transfer: Transfer) -> TransferStatus:
-        """The status of a transfer; its error becomes the job's. An engine that raises leaves the transfer unsettled."""
+        """An engine that raises leaves the transfer unsettled."""
         try:
             status, error = transfer.poll(), transfer.error
         except Exception as raised:  # noqa: BLE001 (of an engine that breaks its contract: other jobs go on)
@@ -181,7 +176,7 @@ class ActiveJob:
 
 
 def attempt(run: Callable[[], T], job: Job, report: Settled, reports: deque[Report]) -> T | None:
-    """The result of `run`, or `None` after an error of any kind, which ends this job only."""
+    """`None` after an error of any kind, which ends this job only."""
     try:
         return run()
     except DisaggError as error:

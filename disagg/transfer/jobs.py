@@ -19,17 +19,17 @@ from disagg.transfer.staging import Loans
 
 
 class PendingWork(Protocol):
-    """Work that continues without this thread, in the order in which it was started. `completion` is as of a `Transfer`."""
+    """Work that continues without this thread, in the order in which it was started."""
 
     @property
     def completion(self) -> _native.Flag | _native.CudaEvent | None: ...
 
     def query(self) -> bool:
-        """Whether the work is done. Raises `BackendError` if it has failed."""
+        """Raises `BackendError` if it has failed."""
 
 
 class PackedStream(Protocol):
-    """One side's bytes of a request, in an order that both sides derive from their plans. Offsets lie within `total`."""
+    """One side's bytes of a request, in an order that both sides derive from their plans."""
 
     @property
     def total(self) -> int: ...
@@ -37,7 +37,7 @@ class PackedStream(Protocol):
     def num_pieces(self) -> int: ...
 
     def gather(self, offset: int, nbytes: int, staging_address: int, /) -> PendingWork | None:
-        """Pack the bytes `[offset, offset + nbytes)` into a staging buffer. `None` if done on return."""
+        """Pack `[offset, offset + nbytes)` of the stream. `None` if done on return."""
 
     def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> PendingWork | None:
         """The reverse of `gather`."""
@@ -51,9 +51,8 @@ class ListedStream(PackedStream, Protocol):
 
 
 class BoundTransfer(msgspec.Struct, frozen=True):
-    """The copies of a job. `direct` is posted piece by piece, over `prepared` span classes if given. `stream` goes through
-    slots of the peer's, which `parts` describes to the peer. `gathered` is the same stream, if the engine gathers its
-    pieces itself.
+    """`direct` is posted piece by piece, over `prepared` span classes if given. `stream` goes through slots of the peer's,
+    which `parts` describes to the peer. `gathered` is the same stream, if the engine gathers its pieces itself.
     """
 
     direct: CopyBatch | SpanBatch
@@ -64,7 +63,7 @@ class BoundTransfer(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Copies to make. `bind` computes them and may raise. They are posted once `ready` has passed, unless `cancelled()`."""
+    """`bind` computes the copies and may raise. They are posted once `ready` has passed, unless `cancelled()`."""
 
     ticket: Hashable
     peer: RemotePeer
@@ -75,7 +74,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Unpack(msgspec.Struct, frozen=True):
-    """A slot of this side to scatter: `nbytes` of `stream()` from `offset` on lie at `address`."""
+    """A slot of this side to scatter: it holds `nbytes` of `stream()` from `offset` on."""
 
     token: object
     stream: Callable[[], PackedStream]
@@ -85,7 +84,7 @@ class Unpack(msgspec.Struct, frozen=True):
 
 
 class SlotFilled(msgspec.Struct, frozen=True):
-    """Report: the peer's slot of loan `loan` holds `nbytes` of the job's stream, from `offset` on."""
+    """Report: the peer's slot `loan` holds `nbytes` of the job's stream, from `offset` on."""
 
     ticket: Hashable
     loan: int
@@ -101,7 +100,7 @@ class SlotsWanted(msgspec.Struct, frozen=True):
 
 
 class Unpacked(msgspec.Struct, frozen=True):
-    """Report: a slot was scattered, or could not be, for the reason `error`."""
+    """Report: a slot was scattered, or could not be."""
 
     token: object
     nbytes: int
@@ -111,8 +110,8 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 class Settled(msgspec.Struct, kw_only=True):
     """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. After a failure
-    slots may still be written, but not rows. `unreachable` is the peer if the engine's connection to it is broken. Of
-    `nbytes`, `packed` bytes went through slots. `ended_at` is by `time.monotonic`.
+    slots may still be written, but not rows. `unreachable` is the peer if the engine takes nothing more for it. Of
+    `nbytes`, `packed` went through slots.
     """
 
     ticket: Hashable
@@ -130,7 +129,7 @@ class Settled(msgspec.Struct, kw_only=True):
         return 0 if self.error else self.nbytes
 
     def fail(self, error: Exception, peer: RemotePeer) -> None:
-        """Note why the job fails, unless it has failed before."""
+        """The first error stays."""
         self.error = self.error or str(error)
         if isinstance(error, PeerUnreachable):
             self.unreachable = peer

@@ -14,15 +14,15 @@ from disagg.transfer.staging import Loans, SlotPool
 
 CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
-"""A packed write that takes longer lets a spare replace its staging buffer, so that one slow peer does not hold up the
-others. If its job was cancelled, the job ends.
+"""Longer writes get a spare for their staging buffer, so that one slow peer does not hold up the others. The job ends if it
+was cancelled.
 """
 
 
 @dataclass
 class _SlotWrite:
-    """A write into one slot of the peer's, at `remote`. `local` is the staging buffer, or `None` if the engine gathers the
-    pieces itself, or the buffer was given back early. Asynchronous `packing` runs before `transfer`.
+    """`local` is the staging buffer, or `None` if the engine gathers the pieces itself, or the buffer was given back early.
+    Asynchronous `packing` runs before `transfer`.
     """
 
     local: int | None
@@ -35,11 +35,10 @@ class _SlotWrite:
 
 
 class PackedWrite:
-    """Packs a job's stream into staging buffers, writes them into slots that the peer has lent, and reports these as
-    filled.
+    """Packs a job's stream into staging buffers, writes them into lent slots, and reports these as filled.
 
-    Once the job's `report` has an error, nothing more is packed or reported, and buffers are given back at once: slots that
-    the engine still writes from them are never unpacked.
+    Once `report` has an error, nothing more is packed or reported, and buffers are given back at once: slots that the
+    engine still writes from them are never unpacked.
     """
 
     def __init__(
@@ -69,18 +68,18 @@ class PackedWrite:
         self._filled: list[SlotFilled] = []  # written and not reported yet
         self._slot_nbytes = min(loans.slot_nbytes, slots.slot_nbytes)
         self._has_asked = False
-        self._demand: int | None = None  # slots that it has told `loans` of and not taken
+        self._demand: int | None = None  # slots that `loans` expects it to take
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything has been packed, or nothing more will be."""
+        """Everything has been packed, or nothing more will be."""
         return self._offset >= self._stream.total or self._report.error != ""
 
     def in_flight(self) -> bool:
         return bool(self._writes)
 
     def reads_rows(self) -> bool:
-        """Whether rows may still be read: by a packer, or by the engine if it gathers the pieces itself."""
+        """An engine that gathers the pieces itself reads rows until a write ends."""
         return any(write.packing is not None or not self._gathers_here for write in self._writes)
 
     @property
@@ -88,7 +87,7 @@ class PackedWrite:
         return [write.packing or write.transfer for write in tuple(self._writes)]
 
     def pack(self) -> int:
-        """Fill free slots of the peer's, as many as one report has. Returns how many. Asks once for more than it finds."""
+        """As many slots as one report has. Returns how many were filled. Asks once for more."""
         if self._demand is None:
             self._demand = -(-self._stream.total // self._slot_nbytes)
             self._loans.want(self._demand)
@@ -101,12 +100,12 @@ class PackedWrite:
         return packed
 
     def close(self) -> None:
-        """The job has ended: it wants no more slots."""
+        """It wants no more slots."""
         self._loans.want(-(self._demand or 0))
         self._demand = 0
 
     def _pack_slot(self) -> bool:
-        """Gather the next bytes of the stream into a slot. `False` if none are left, or no buffer or slot is free."""
+        """`False` if nothing is left, or no buffer or slot is free."""
         if self._job.cancelled():
             self._report.error = self._report.error or CANCELLED
         if self.is_complete:
@@ -161,10 +160,8 @@ class PackedWrite:
         return transfer
 
     def poll(self, poll_transfer: Callable[[Transfer], TransferStatus]) -> int:
-        """Advance every slot, and report filled ones once there are enough. Returns how many settled.
-
-        `poll_transfer` returns the status of a transfer, and records its error in the report. An unsettled write keeps only
-        its loan: the slot may still be written.
+        """Report filled slots once there are enough. Returns how many settled. `poll_transfer` records a transfer's error
+        in the report. An unsettled write keeps only its loan: the slot may still be written.
         """
         writes, self._writes, settled = self._writes, [], 0
         packing = False
@@ -198,7 +195,7 @@ class PackedWrite:
                 write.replaced = self._slots.replace()
 
     def _finish_packing(self, write: _SlotWrite) -> bool:
-        """Whether packing has ended. The slot is then posted, or dropped if nothing more is to be posted."""
+        """Whether packing has ended. The slot is then posted or dropped."""
         assert write.packing is not None
         try:
             if not write.packing.query():
@@ -223,7 +220,7 @@ class PackedWrite:
             self._drop(write)
 
     def _drop(self, write: _SlotWrite, error: Exception | None = None) -> None:
-        """Free the buffer and the loan: nothing is written any more."""
+        """Nothing is written to the slot any more."""
         if error is not None:
             self._report.fail(error, self._job.peer)
         self._give_back(write)

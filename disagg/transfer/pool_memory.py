@@ -1,5 +1,5 @@
 """The memory of a manager's pools, and the work done in it: packing, unpacking, checksums. Kernels do it on a GPU, the
-compiled core on the host. Nothing starts on a GPU before it is needed there.
+compiled core on the host. Nothing starts on a GPU before it is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch, SpanShape
 
 GPU_STAGING = StagingShape(pack_below=4 << 20, slot_nbytes=32 << 20, window=4, num_lent=4, spares=0, at_once=1)
-"""For engines that pay for each piece of a GPU's memory; measured, see `docs/benchmarks/gpu.md`."""
+"""Measured, see `docs/benchmarks/gpu.md`."""
 SPIN_S = 5e-3
-"""How long work on a GPU is polled without a sleep. Most ends within that, and the shortest sleep costs as much as a
-slot.
-"""
+"""Most work on a GPU ends within that, and the shortest sleep costs as much as a slot."""
 
 
 class PoolMemory:
@@ -39,18 +37,18 @@ class PoolMemory:
 
     @property
     def spin_s(self) -> float:
-        """How long polling work here without a sleep pays, in seconds."""
+        """How long to poll work without a sleep."""
         return SPIN_S if self.has_gpu else 0.0
 
     @property
     def device(self) -> Device | None:
-        """The device of all regions, or `None` if there are several."""
+        """`None` if there are several."""
         devices = {region.device for region in self.regions}
         return next(iter(devices)) if len(devices) == 1 else None
 
     def staging(self, shape: StagingShape, *, pack_below: int | None = None) -> StagingShape:
-        """How an engine that stages as `shape` does so for this memory. `pack_below` replaces the threshold. Pools on
-        several devices are never packed: raises `ConfigError` if `pack_below` asks for that.
+        """How an engine that stages as `shape` does so here. `pack_below` replaces the threshold. Pools on several devices
+        are never packed: raises `ConfigError` if it asks for that.
         """
         if self.has_gpu and shape.pack_below:
             shape = GPU_STAGING if self.device is not None else StagingShape(pack_below=0)
@@ -61,15 +59,15 @@ class PoolMemory:
         return dataclasses.replace(shape, pack_below=pack_below)
 
     def allocate_on_device(self, nbytes: int) -> MemoryRegion | None:
-        """Memory on the GPU of the pools, freed by `close`; `None` if they are on the host. Raises `BackendUnavailable` if
-        the GPU cannot be used, `BackendError` if it has no room.
+        """On the GPU of the pools, freed by `close`; `None` on the host. Raises `BackendUnavailable` if the GPU cannot be
+        used, `BackendError` if it has no room.
         """
         if not self.has_gpu or self.device is None:
             return None
         return MemoryRegion(self.mover(self.device.index).allocate(nbytes), nbytes, self.device)
 
     def mover(self, ordinal: int) -> GpuMover:
-        """The kernels on a GPU. Raises `BackendUnavailable` if they cannot run."""
+        """Raises `BackendUnavailable` if the kernels cannot run."""
         with self._lock:
             if ordinal not in self._movers:
                 self._movers[ordinal] = GpuMover(ordinal)
@@ -98,7 +96,7 @@ class PoolMemory:
 
 
 class GpuPacker:
-    """Span classes between a peer's memory and this GPU's, prepared for packing or unpacking."""
+    """Span classes between a peer's memory and this GPU's."""
 
     def __init__(self, mover: GpuMover, shapes: Sequence[SpanShape]) -> None:
         self._mover = mover
@@ -113,7 +111,7 @@ class GpuPacker:
 
 
 class GpuStream:
-    """A request's bytes in an order that both sides derive. Uploaded with its first part. Used by one thread at a time."""
+    """Uploaded with its first part. Used by one thread at a time."""
 
     def __init__(self, mover: GpuMover, shapes: GpuShapes, batch: SpanBatch) -> None:
         self._mover, self._shapes, self._batch = mover, shapes, batch

@@ -1,5 +1,5 @@
-"""Staging memory: buffers that a sender packs pieces into, and slots that a receiver lends to its writers and unpacks from.
-A late write of a peer that was given up lands in a slot that nobody else has, never in pages.
+"""Staging memory: buffers that a sender packs pieces into, and slots that a receiver lends and unpacks. A late write of a
+lost peer lands in a slot that nobody else has, never in pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 
 HUGE_PAGE_NBYTES = 2 << 20
 MAP_NORESERVE = 0x4000
-"""Linux does not count reserved addresses as memory. Python names it from 3.13 on."""
+"""Reserved addresses are not counted as memory. Python names it from 3.13 on."""
 
 
 AllocateOnDevice = Callable[[int], MemoryRegion | None]
@@ -34,12 +34,12 @@ AllocateOnDevice = Callable[[int], MemoryRegion | None]
 
 
 def on_host(_nbytes: int) -> None:
-    """For slots in host memory."""
+    """As `AllocateOnDevice`."""
 
 
 class HostArena:
-    """Private host memory, in huge pages if the system has them. An engine that copies through the kernel looks up every
-    page, which costs more than the copy if pages are small.
+    """In huge pages if the system has them: an engine that copies through the kernel looks up every page, which costs more
+    than the copy if pages are small.
     """
 
     _kept: ClassVar[list[mmap.mmap]] = []
@@ -58,27 +58,23 @@ class HostArena:
         self.region = MemoryRegion(int(self._bytes.__array_interface__["data"][0]), nbytes)
 
     def fault_in(self, nbytes: int) -> None:
-        """Have the system give the pages of the first `nbytes` now, and not at the first transfer."""
+        """Now, and not at the first transfer."""
         self._bytes[: nbytes : mmap.PAGESIZE] = 0
 
     def give_pages_back(self, address: int, nbytes: int) -> None:
-        """Have the system take the pages of a part. It stays mapped, and reads as zeros."""
+        """It stays mapped, and reads as zeros."""
         start, page = address - self._mapped_at, mmap.PAGESIZE
         first, stop = -(-start // page) * page, (start + nbytes) // page * page
         if first < stop:
             self._memory.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def keep_mapped(self) -> None:
-        """Keep the addresses from everything else in this process, for as long as it lives. The pages go back to the
-        system.
-        """
+        """Keep the addresses, but not the pages, for as long as the process lives."""
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._kept.append(self._memory)
 
 
 class StagingMemory:
-    """Memory for slots, on the device of the pools or on the host."""
-
     def __init__(self, nbytes: int, allocate_on_device: AllocateOnDevice) -> None:
         self._arena: HostArena | None = None
         region = allocate_on_device(nbytes)
@@ -96,16 +92,16 @@ class StagingMemory:
             self._arena.give_pages_back(address, nbytes)
 
     def keep_mapped(self) -> None:
-        """The engine is closed, but a peer may still write here: nothing else may get these addresses. A GPU's memory stays
-        with the peers that have mapped it, also once it is freed here.
+        """A peer may still write here after the engine is closed: nothing else may get these addresses. A GPU's memory
+        stays with the peers that have mapped it.
         """
         if self._arena is not None:
             self._arena.keep_mapped()
 
 
 class SlotPool:
-    """Staging buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread. A spare in
-    host memory takes pages only once it is used.
+    """Buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread. Spares take pages once
+    used.
     """
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
@@ -119,7 +115,7 @@ class SlotPool:
         self._free, self._spares = slots[: shape.window], slots[shape.window :]
 
     def take(self) -> int | None:
-        """The address of a free buffer, or `None`. The one given back last is the most likely to be in a cache."""
+        """The last one given back is the most likely to be in a cache."""
         return self._free.pop() if self._free else None
 
     def replace(self) -> bool:
@@ -130,7 +126,7 @@ class SlotPool:
         return True
 
     def give_back(self, address: int, *, replaced: bool = False) -> None:
-        """The engine has finished with the buffer. If it was replaced, it becomes a spare."""
+        """A buffer that was replaced becomes a spare."""
         (self._spares if replaced else self._free).append(address)
 
 
@@ -161,14 +157,14 @@ class LentSlots:
         return len(self._free)
 
     def take(self) -> int:
-        """The address of a free slot, of which there must be one. As `SlotPool.take`."""
+        """There must be a free slot. As `SlotPool.take`."""
         return self._free.pop()
 
     def give_back(self, address: int) -> None:
         self._free.append(address)
 
     def replace(self, address: int) -> bool:
-        """Replace a slot that may still be written by an unused address. Returns whether there is one."""
+        """For a slot that may still be written. Returns whether there is another."""
         if not self._unused:
             return False
         self.memory.give_pages_back(address, self.slot_nbytes)
@@ -176,15 +172,13 @@ class LentSlots:
         return True
 
     def renew(self, address: int) -> None:
-        """Nobody writes to a slot that was replaced: it may replace another."""
+        """Nobody writes to a replaced slot any more: it may replace another."""
         self._unused.append(address)
 
 
 class Loans:
-    """A peer's loans as its writer sees them: which slots it may fill. Thread-safe.
-
-    `slot_nbytes` is the size of the peer's slots. Loans up to number `first` are of earlier connections. A slot outside the
-    peer's registered `regions` is not used.
+    """A peer's loans as its writer sees them. Thread-safe. Loans up to number `first` are of earlier connections. A slot
+    outside the peer's registered `regions` is not used.
     """
 
     def __init__(self, slot_nbytes: int, first: int, regions: Sequence[RemoteRegion]) -> None:
@@ -211,7 +205,7 @@ class Loans:
             self._demand += count
 
     def take(self) -> tuple[int, int] | None:
-        """The number and the address of a loan that is then used, or `None`."""
+        """The number and the address of a loan."""
         with self._lock:
             if not self._free:
                 return None
@@ -221,16 +215,14 @@ class Loans:
             return number, self._free.pop(number)
 
     def put_back(self, number: int, address: int) -> None:
-        """The slot of a loan was not written, and will not be: another transfer may use it."""
+        """The slot was not written, and will not be."""
         with self._lock:
             self._used.discard(number)
             self._free[number] = address
 
     def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
-        """The peer lists its loans. Returns those that were given back before.
-
-        Raises `RemoteProtocolError`, with nothing changed, for a number above `newest`, for an address that is listed
-        twice, and for a slot that is in no region of the peer's.
+        """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError`, with nothing
+        changed, for a list that cannot be true.
         """
         number_at: dict[int, int] = {}
         for number, address in loans:
@@ -257,7 +249,7 @@ class Loans:
         return forgotten
 
     def give_back(self) -> tuple[int, ...]:
-        """The free loans, which are not used any more."""
+        """The free loans."""
         with self._lock:
             numbers = tuple(self._free)
             self._free.clear()

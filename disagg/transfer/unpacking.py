@@ -11,7 +11,7 @@ from disagg.core.errors import DisaggError, RemoteProtocolError
 from disagg.transfer.jobs import PendingWork, Report, Unpack, Unpacked
 
 MAX_PER_STEP = 8
-"""Slots scattered before the first is reported: a report costs both sides as much as copying several slots."""
+"""A report costs both sides as much as copying several slots."""
 
 
 @dataclass
@@ -22,9 +22,7 @@ class _Scattering:
 
 
 class Unpacker:
-    """Scatters slots in order: they are `waiting` first, and `scattering` while a GPU works on them. One thread at a time
-    calls `step`; any may call the rest.
-    """
+    """`scattering`: while a GPU works on them. One thread at a time calls `step`; any may call the rest."""
 
     def __init__(self, reports: deque[Report]) -> None:
         self._reports = reports
@@ -39,7 +37,7 @@ class Unpacker:
         return [scattering.work for scattering in tuple(self.scattering)]
 
     def step(self) -> int:
-        """Begin to scatter up to `MAX_PER_STEP` slots and report those that are done. Returns how many changed."""
+        """In order. Returns how many slots changed."""
         changed = min(len(self.waiting), MAX_PER_STEP)
         for _ in range(changed):
             unpack, started_at = self.waiting.popleft(), time.perf_counter()
@@ -69,7 +67,7 @@ class Unpacker:
 
 
 def scatter(unpack: Unpack) -> PendingWork | None:
-    """Start to scatter one slot. Raises `RemoteProtocolError` if the slot claims bytes that its stream does not have."""
+    """Raises `RemoteProtocolError` if the slot claims bytes that its stream does not have."""
     stream = unpack.stream()
     if not 0 <= unpack.offset < unpack.offset + unpack.nbytes <= stream.total:
         found = f"[{unpack.offset}, +{unpack.nbytes})"

@@ -1,6 +1,4 @@
-"""The transfer worker: binds rows to addresses, waits for ready events, posts or packs copies, polls them to their end, and
-unpacks slots that were filled here.
-"""
+"""Binds rows to addresses, waits for ready events, posts or packs copies, polls them, and unpacks filled slots."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 UNSETTLED_POLL_S = 0.05
 MAX_CALLER_JOBS = 16
-"""More new jobs are left to the worker's thread: a request may have been sent in thousands of chunks before its reserve."""
+"""More are left to the worker's thread: a request may have been sent in thousands of chunks before its reserve."""
 
 
 class TransferWorker:
     """One supervised thread over one backend. It calls `on_reports` when there is something to report, and `on_death` if it
     fails.
 
-    The submitting thread calls `take_reports` next. With `caller_steps` it advances every job itself, by `step`, and calls
-    `wake` before it does something else.
+    With `caller_steps` the submitting thread advances every job itself, by `take_reports` and `step`, and calls `wake`
+    before it does something else.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class TransferWorker:
         self.thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more jobs, and wait up to `timeout_s` seconds for the thread to end."""
         self._stopping = True
         self._alarm.set()
         self.thread.join(timeout_s)
@@ -81,7 +78,7 @@ class TransferWorker:
         return len(self._new) + len(self._waiting) + len(self._active)
 
     def completions(self) -> tuple[list[_native.Completion], bool]:
-        """The work under way that native code can poll, and whether that is all of it."""
+        """What native code can poll, and whether that is all."""
         work: list[PendingWork | Transfer | None] = list(self._unpacker.under_way)
         for active in tuple(self._active):
             if not active.is_unsettled:
@@ -93,15 +90,15 @@ class TransferWorker:
     # -- the control thread ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """The job begins with the next `take_reports`."""
+        """It begins with the next `take_reports`."""
         self._new.append(job)
 
     def unpack(self, slots: Iterable[Unpack]) -> None:
-        """The slots are unpacked from the next `take_reports` on."""
+        """From the next `take_reports` on."""
         self._unpacker.add(slots)
 
     def take_reports(self) -> list[Report]:
-        """Have new work begun, and return the reports so far."""
+        """Also begins new work."""
         if self._caller_steps and len(self._new) <= MAX_CALLER_JOBS:
             self.step()
         else:
@@ -109,9 +106,7 @@ class TransferWorker:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def step(self) -> bool:
-        """Advance everything in the caller's thread, unless the worker's thread does. Returns whether anything has
-        changed.
-        """
+        """Does nothing while the worker's thread advances jobs. Returns whether anything has changed."""
         if not self._has_work() or not self._stepping.acquire(blocking=False):
             return False
         try:
@@ -120,7 +115,6 @@ class TransferWorker:
             self._stepping.release()
 
     def wake(self) -> None:
-        """Have the worker's thread advance all work."""
         if self._has_work():
             self._alarm.set()
 
@@ -158,7 +152,7 @@ class TransferWorker:
                 sleep_s = MIN_SLEEP_S
 
     def _is_under_way(self) -> bool:
-        """Whether something has to be polled again soon."""
+        """Whether something must be polled again soon."""
         if self._waiting or self._unpacker.scattering:
             return True
         return any(active.in_flight() and not active.is_unsettled for active in self._active)
@@ -174,7 +168,7 @@ class TransferWorker:
         return changed
 
     def _begin_new(self) -> int:
-        """Bind every new job, and begin those whose event has passed. Returns how many have begun."""
+        """Returns how many have begun."""
         bound, self._waiting = self._waiting, []
         while self._new:
             active = self._bind(self._new.popleft())
