@@ -32,7 +32,7 @@ def request_key(request_id: bytes, attempt: int) -> RequestKey:
 
 
 def check_number(given: int, what: str, stop: int) -> int:
-    """An integer of any kind as an `int`, if it is at least 0 and below `stop`."""
+    """At least 0 and below `stop`, as an `int`."""
     try:
         number = -1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -43,7 +43,7 @@ def check_number(given: int, what: str, stop: int) -> int:
 
 
 def check_deadline(given: float | None) -> float:
-    """A deadline in seconds from now, infinity for `None`."""
+    """Infinity for `None`."""
     if given is None:
         return math.inf
     seconds = _finite(given)
@@ -60,7 +60,7 @@ def check_timeout(given: float) -> float:
 
 
 def _finite(given: object) -> float | None:
-    """A finite real number of any kind as a `float`; `None` for everything else."""
+    """As a `float`; `None` for everything else."""
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         return None
     try:
@@ -81,11 +81,11 @@ def check_ready(ready: object) -> None:
 
 
 GivenRows = Mapping[str, Rows | Sequence[int] | Ids | int]
-"""Rows by component: pages as `Pages` or as a plain sequence of ids from token 0 on, a slot as `Slot` or as its id."""
+"""Rows by component: pages as `Pages` or as a sequence of ids from token 0 on, a slot as `Slot` or as its id."""
 
 
 def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
-    """The rows of each component. Raises `LayoutError` for invalid ids."""
+    """Also raises `LayoutError` for invalid ids."""
     if not isinstance(rows, Mapping):
         raise LocalProtocolError(f"rows: expected a mapping from components to rows, found {type(rows).__name__}")
     found: dict[str, Rows] = {}
@@ -112,7 +112,7 @@ def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
 def check_needs(
     local: LocalRank, group_rank: int, agreed: Iterable[str], rows: Mapping[str, Rows], need: Mapping[str, TokenRange]
 ) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
-    """The tokens that this rank needs of each `agreed` component that it holds, and the ids of their rows. Raises
+    """The tokens that this rank needs of each `agreed` component that it holds, and the ids of their rows. Also raises
     `LayoutError` for rows that do not fit.
     """
     if not isinstance(need, Mapping):
@@ -159,16 +159,14 @@ def check_payload(payload: object) -> None:
 
 
 class SentTokens:
-    """The tokens that a request has sent, by component and layer (`None`: all). Adding a chunk takes logarithmic time for
-    each layer that it names, or for each layer named before if it names none.
-    """
+    """The tokens that a request has sent, by component and layer (`None`: all)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sent: dict[str, dict[int | None, Ranges]] = {}
 
     def add(self, key: RequestKey, chunk: Chunk) -> None:
-        """Raises if a token of a component's layer was already sent; then nothing is added."""
+        """If a token of a component's layer was already sent, this raises and adds nothing."""
         layers = None if chunk.layers is None else sorted(set(chunk.layers))
         if layers == []:
             return
@@ -190,7 +188,7 @@ class SentTokens:
 
 
 def _sent_range(rows: Rows, tokens: TokenRange | None) -> TokenRange:
-    """The tokens `[start, stop)` that rows given to `send` may hold, before the receivers' need is known."""
+    """What the rows may hold, before the receivers' need is known."""
     if isinstance(rows, Slot):
         return 0, 1
     return tokens or (rows.first_token, MAX_TOKEN)

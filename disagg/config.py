@@ -1,5 +1,5 @@
-"""The configuration of one rank as one typed object. A setting is described where it is declared; `--help`, the
-documentation's table and the errors use that description. A server with settings of its own declares them in a subclass.
+"""The configuration of one rank as one typed object. A setting is described where it is declared, for `--help`, the
+documentation and the errors. A server with settings of its own declares them in a subclass.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         **keywords: Any,
     ) -> Self:
         """Load settings from a TOML file, `environ` (such as `os.environ`), `texts` (such as a command line), and keywords;
-        a later source overrides an earlier one. Empty variables are ignored, and those that Kubernetes sets for a Service
-        `disagg` or `disagg-...`, with a warning. Raises `ConfigError`.
+        a later source overrides an earlier one. Empty variables are ignored, and with a warning those of a Kubernetes
+        Service `disagg` or `disagg-...`. Raises `ConfigError`.
 
             >>> Config.load(environ={"DISAGG_TRANSPORT": "tcp", "DISAGG_PACK_BELOW": "4096"}, name="decode-0").pack_below
             4096
@@ -147,7 +147,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def public_key(text: str, *, what: str) -> str:
-    """A public key as Z85, from Z85, hex digits, or `file:PATH` with one of these. Raises `ConfigError` and `OSError`."""
+    """`text` is Z85, hex digits, or `file:PATH` with one of these. Raises `ConfigError` and `OSError`."""
     if not text.startswith("file:"):
         return parse_key(text, what=what)
     path = Path(text.removeprefix("file:"))
@@ -155,8 +155,8 @@ def public_key(text: str, *, what: str) -> str:
 
 
 def read_keys(path: str | Path) -> KeyPair:
-    """The key pair of a TOML file with `public` and `secret`, as `disagg keygen` writes it. Raises `ConfigError` or
-    `OSError`, naming the file.
+    """From a TOML file with `public` and `secret`, as `disagg keygen` writes it. Raises `ConfigError` or `OSError`, naming
+    the file.
     """
     try:
         found = tomllib.loads(Path(path).read_text())

@@ -47,7 +47,7 @@ def backend_options(
 def check_peer(
     name: str, address: str, public_key: str | None, *, own: str, own_addresses: Sequence[str] = (), keys: KeyPair | None
 ) -> tuple[str, str | None]:
-    """`own` is this instance's name, `own_addresses` those of this rank and of its leader, as far as they are known."""
+    """`own_addresses` are those of this rank and of its leader, as far as they are known."""
     check_name(name, "peer")
     dialable(address, what=f"peer {name!r}")
     if name == own:
@@ -82,7 +82,7 @@ def _ask(admit: Admit, name: str, address: str, public_key: str) -> bool:
 
 
 def check_joined(directory: Directory, name: str, topology: Topology) -> None:
-    """Raise `LocalProtocolError` for a rank that does not know its leader: no peer would ever be ready."""
+    """No peer would ever be ready: raises `LocalProtocolError`."""
     if directory.lacks_leader:
         raise LocalProtocolError(
             f"rank {topology.rank} of {name!r} has no leader: pass leader=, the address of rank 0, or call set_leader() first"
@@ -90,8 +90,8 @@ def check_joined(directory: Directory, name: str, topology: Topology) -> None:
 
 
 def check_known(directory: Directory, peer: str, *, may_connect: bool) -> None:
-    """Raise `PeerUnreachable` for an unknown peer, unless `may_connect` and the manager admits instances that were not
-    configured, `LocalProtocolError` for a name that is not a `str`.
+    """Raises `PeerUnreachable` for an unknown peer, unless `may_connect` and the manager admits instances that were not
+    configured.
     """
     check_text(peer, "peer")
     if directory.status(peer).state == "unknown" and not (may_connect and directory.admits_unknown):
@@ -125,7 +125,7 @@ def check_name(name: object, what: str) -> str:
 
 
 def check_topology(topology: Topology | None, components: Sequence[Component], *, leader: str | None) -> Topology:
-    """The topology of a rank: that of its components, which must agree."""
+    """That of the components, which must agree."""
     if not _are_all(components, Component):
         raise ConfigError(f"components: expected a sequence of Component, found {components!r}")
     check_kind(topology, Topology, "topology")
@@ -150,7 +150,7 @@ def check_peers(
     own_addresses: Sequence[str],
     keys: KeyPair | None,
 ) -> dict[str, tuple[str, str | None]]:
-    """The addresses and keys of the configured peers, by name."""
+    """By name."""
     for what, given in (("peers", peers), ("peer_keys", peer_keys)):
         if not isinstance(given, Mapping | None):
             raise ConfigError(f"{what}: expected a mapping from names, found {type(given).__name__}")

@@ -15,10 +15,10 @@ logger = ThreadLog(__name__)
 
 
 class Ending:
-    """Thread-safe. The manager calls `end`, `wake` and `yield_to_waiter`, each once.
+    """The manager calls `end`, `wake` and `yield_to_waiter`, each once. Thread-safe.
 
-    A waiting thread polls for `spin_s` seconds without a sleep. `is_awaited`: a task awaits the request, or has awaited it,
-    so `KVManager.events` leaves its event out.
+    A waiting thread polls for `spin_s` seconds without a sleep. `is_awaited`: a task awaits the request, or has, so
+    `KVManager.events` leaves its event out.
     """
 
     def __init__(self, spin_s: float) -> None:
@@ -35,24 +35,24 @@ class Ending:
         self.event = event
 
     def wake(self) -> None:
-        """Wake waiting threads, and run callbacks in this one."""
+        """Callbacks run in this thread."""
         self._over.set()
         self._release()
         self._call_back()
 
     def yield_to_waiter(self) -> None:
-        """Give the GIL to a thread that polls without a sleep."""
+        """A thread that polls without a sleep gets the GIL."""
         if self._spin_s:
             self._over.yield_to_waiter()
 
     def take(self) -> Event | None:
-        """The event, noting that the server has it; `None` while there is none."""
+        """`None` while there is none."""
         if self.event is not None:
             self.moments.take()
         return self.event
 
     def wait(self, timeout_s: float) -> Event | None:
-        """`take` once the request has ended; `None` if it has not within `timeout_s` seconds, which may be infinite."""
+        """`None` if the request has not ended within `timeout_s` seconds, which may be infinite."""
         until = time.monotonic() + timeout_s
         while (event := self.event) is None:
             if self._spin_s and self._over.busy_poll(min(self._spin_s, until - time.monotonic())):
@@ -66,7 +66,7 @@ class Ending:
         return event
 
     def on_end(self, callback: Callable[[Event], object]) -> None:
-        """Call `callback` once with the event: in `wake`, or now if the request has ended. Its exceptions are logged."""
+        """Call `callback` once: in `wake`, or now if the request has ended. Its exceptions are logged."""
         self._callbacks.append(callback)
         if self.event is not None:
             self._call_back()

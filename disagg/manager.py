@@ -65,40 +65,39 @@ def new_request_id() -> bytes:
 
 
 class KVManager:
-    """One rank's transfers. Only `wait_ready`, `drain`, `close` and `wait` of a request block; every other call returns at
-    once. A forked child cannot use its parent's manager: calls raise `LocalProtocolError`, and `close` does nothing. Build
-    managers after forking.
+    """One rank's transfers. Only `wait_ready`, `drain`, `close` and `wait` of a request block. A forked child cannot use
+    its parent's manager: calls raise `LocalProtocolError`, and `close` does nothing.
 
     `name` is the instance's, the same on all its ranks: 1 to 256 characters. `components` is this rank's state, as
     `disagg.state` or `disagg.models` declares it over the server's memory. `topology` is needed only without components.
     `model` must be the same on both sides.
 
-    `listen` is this rank's control address, `tcp://host:port`; port 0 is any. If it is every interface, `advertise` is the
-    address for peers, which reach the engine at its host too. `leader` is the control address of rank 0 (`None` on rank 0);
-    a rank without it takes no request before `set_leader`. Off loopback the control channel needs `keys` or
-    `insecure=True`, and an engine whose data travels over open TCP needs `trusted_network=True` as well.
+    `listen` is this rank's control address, `tcp://host:port`; port 0 is any. If it is every interface, peers need
+    `advertise`, whose host is also the engine's. `leader` is the control address of rank 0 (`None` on rank 0); without it a
+    rank takes no request before `set_leader`. Off loopback the control channel needs `keys` or `insecure=True`, and an
+    engine over open TCP needs `trusted_network=True`.
 
     `peers` gives the addresses of other instances' leaders by name, and `peer_keys` their public keys (40 characters of
-    Z85). They are configured before anything is answered; `add_peer` adds others later. `admit` says which other instances
-    may connect: none (`"known"`), those with a key of `peer_keys` (`"keys"`), all (`"any"`), or those for which a function
-    returns true. The function gets the instance's name, its leader's address and its public key (empty without keys), in a
-    thread of the manager. An admitted instance is a peer until it has been away for `ConnectionLimits.forget_s`. A manager
-    that only names addresses in its requests needs no `admit`; the managers that it names do.
+    Z85); `add_peer` adds others later. `admit` says which other instances may connect: none (`"known"`), those with a key
+    of `peer_keys` (`"keys"`), all (`"any"`), or those for which a function returns true. The function gets the instance's
+    name, its leader's address and its public key (empty without keys), in a thread of the manager. An admitted instance is
+    a peer until it has been away for `ConnectionLimits.forget_s`. A manager that only names addresses in its requests needs
+    no `admit`; the managers that it names do.
 
     `backend` is the engine: `"auto"`, `"cma"`, `"nixl"`, `"mooncake"`, `"nvlink"`, `"local"`, one of an installed package,
     or a function that makes one. It may use `transport` (`"auto"`, `"rdma"`, `"tcp"`, `"shm"`) and the NICs `devices`
     (empty: any). With `require` it fails to start unless that transport is in use. `limits` bounds the protocol's queues
-    and times, and `connection_limits` the times of the handshake and of liveness.
+    and times, `connection_limits` the times of the handshake and of liveness.
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's threshold). Peers on other hosts write
-    slots that this rank lends them and copies into its rows, so that no row waits for a proof that cannot come from there.
-    With `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but the rows
-    of a peer that ends during a request stay out of use until this manager is closed. `verify` says how much of what this
-    rank receives is compared with what was sent: `"off"` or `"full"`.
+    slots that this rank copies into its rows, since there is no proof from there that a lost peer writes no more. With
+    `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but the rows of a
+    peer that is lost during a request stay out of use until `close`. `verify` says how much of what this rank receives is
+    compared with what was sent: `"off"` or `"full"`.
 
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`,
-    beside `/healthz` (lives) and `/readyz` (takes requests), all without authentication. With `tracing` each request has
-    OpenTelemetry spans, by the process's tracer provider.
+    beside `/healthz` and `/readyz`, without authentication. With `tracing` each request has OpenTelemetry spans, by the
+    process's tracer provider.
 
     Raises `ConfigError` for invalid settings, `BackendUnavailable` if the engine cannot be used.
     """
@@ -193,8 +192,8 @@ class KVManager:
 
     def add_peer(self, name: str, *, address: str, public_key: str | None = None) -> None:
         """Configure the peer instance `name` by its leader's control `address`, and with keys by its `public_key` (40
-        characters of Z85). A new address or key replaces the old one. Raises `ConfigError` if one of them is invalid, or
-        if the name or the address is this instance's own.
+        characters of Z85). A new address or key replaces the old one. Raises `ConfigError` for invalid arguments, and for
+        this instance's own name or address.
         """
         check_alive(self._runtime)
         self._runtime.directory.add(name, *self._check_peer(name, address, public_key))
@@ -206,26 +205,23 @@ class KVManager:
         self._runtime.directory.remove(name)
 
     def peer(self, name: str) -> PeerStatus:
-        """The state of a peer instance: `"unknown"`, `"connecting"`, `"ready"`, or `"refused"` for a reason that will not
-        pass.
-        """
+        """Its state is `"unknown"`, `"connecting"`, `"ready"`, or `"refused"` for a reason that will not pass."""
         check_process(self._runtime)
         check_text(name, "peer")
         return self._runtime.directory.status(name)
 
     def set_leader(self, address: str) -> None:
-        """Join this instance at its rank 0, if the manager was built without `leader`. Raises `ConfigError` for an invalid
-        address, on rank 0, and if the leader is known.
+        """Join rank 0, if the manager was built without `leader`. Raises `ConfigError` for an invalid address, and if the
+        leader is known.
         """
         check_alive(self._runtime)
         dialable(address, what="leader")
         self._runtime.directory.set_leader(address)
 
     def wait_ready(self, name: str, *, timeout_s: float = 60.0) -> None:
-        """Wait until every rank of a peer has answered, plans are compared, and the engine is connected.
-
-        Raises `PeerUnreachable` with the reason if that takes longer than `timeout_s` seconds, and at once if one side has
-        refused the other for a reason that will not pass, such as layouts that do not match.
+        """Wait until every rank of a peer has answered, plans are compared, and the engine is connected. Raises
+        `PeerUnreachable` with the reason after `timeout_s` seconds, and at once for a reason that will not pass, such as
+        layouts that do not match.
         """
         check_process(self._runtime)
         check_text(name, "peer")
@@ -237,7 +233,7 @@ class KVManager:
 
     def engine(self, peer: str, rank: int) -> tuple[Backend, RemotePeer]:
         """The engine and its connection to one rank, to measure it without the protocol. Raises `PeerUnreachable` if that
-        rank is not connected.
+        is not connected.
         """
         check_process(self._runtime)
         check_text(peer, "peer")
@@ -270,9 +266,9 @@ class KVManager:
         `RequestTimeout`. Nothing is reserved before `ready` has passed. The event has the `tag`; `label` is the server's
         name of the request, for the log.
 
-        The request waits for a peer that is not ready. An unknown peer is added if its leader's `address` is given, with
-        keys also its `public_key`. It is forgotten after it has been away for `ConnectionLimits.forget_s`, and at once if
-        nobody listens at its address; requests that wait for it fail.
+        An unknown peer is added if its leader's `address` is given, with keys also its `public_key`. It is forgotten after
+        it has been away for `ConnectionLimits.forget_s`, and at once if nobody listens at its address; requests that wait
+        for it fail.
 
         Raises `PeerUnreachable` for an unknown peer without an address, or one too many; `LayoutError` for rows that cannot
         hold the needed tokens; `LocalProtocolError` for an argument of the wrong type, an attempt that is under way, rows
@@ -306,9 +302,9 @@ class KVManager:
         tag: Any = None,
         label: str = "",
     ) -> Sender:
-        """Serve a request to `peer`, whichever of its groups reserves it; with `peer=None` to the first instance that
-        reserves it. With `attempt=None` the reservation sets the attempt. Rows may be sent before or after the reserve.
-        `request_id`, `deadline_s`, `tag` and `label` are those of `receiver`; `deadline_s` counts from this call.
+        """Serve a request to `peer`, whichever of its groups reserves it; with `peer=None` to the first instance that does.
+        With `attempt=None` the reservation sets the attempt. Rows may be sent before the reserve. `request_id`,
+        `deadline_s` (from this call), `tag` and `label` are those of `receiver`.
 
         Raises `LocalProtocolError` as `receiver` does, `PeerUnreachable` for an unknown peer that `admit` excludes. An
         attempt that has ended before fails the request, with cause `invalid`.
@@ -337,9 +333,8 @@ class KVManager:
         group: int = 0,
         attempt: int = 0,
     ) -> None:
-        """Tell `peer`'s `group` that this rank needs nothing of a request: its sender succeeds, and its rows are released.
-        Each rank that would have opened a receiver calls it. It is sent once, when the peer is ready. Arguments and errors
-        are those of `receiver`.
+        """Tell `peer`'s `group`, once the peer is ready, that this rank needs nothing of a request: its sender succeeds.
+        Each rank that would have opened a receiver calls it. Arguments and errors are those of `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.decline, request_key(request_id, attempt), peer=peer, group=group)
@@ -354,9 +349,8 @@ class KVManager:
         group: int = 0,
         attempt: int = 0,
     ) -> None:
-        """Tell `peer`'s `group` that this rank still wants a request for which it has no rows yet, so that the peer may
-        keep it for longer (`Sender.wanted_at`). It is sent once, when the peer is ready. Arguments and errors are those of
-        `receiver`.
+        """Tell `peer`'s `group`, once the peer is ready, that this rank still wants a request for which it has no rows yet
+        (`Sender.wanted_at`). Arguments and errors are those of `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)
@@ -371,7 +365,7 @@ class KVManager:
         return self._runtime.requests.take_events()
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `events` has something to return."""
+        """Readable while `events` has something to return."""
         check_process(self._runtime)
         return self._runtime.requests.fileno()
 
@@ -379,12 +373,11 @@ class KVManager:
 
     @property
     def backend(self) -> Backend:
-        """The engine; `name` and `transport` say how peers are reached."""
         return self._runtime.backend
 
     @property
     def stats(self) -> Stats:
-        """Statistics of the transfers that this rank has started."""
+        """Of the transfers that this rank has started."""
         return self._runtime.stats
 
     def health(self) -> Health:
@@ -396,16 +389,16 @@ class KVManager:
         return self._runtime.requests.drain(check_timeout(timeout_s))
 
     def close(self) -> None:
-        """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first.
+        """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first;
+        in a callback, which runs in a thread of the manager, another thread closes.
 
         If the engine's end proves all rows quiet, quarantined rows are released as well. Otherwise keep their pools in
-        memory: a stopped peer may still write there. In a callback, which runs in a thread of the manager, this returns at
-        once and another thread closes the manager.
+        memory: a stopped peer may still write there.
         """
         self._runtime.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
-        """Wrap the control channel, as `disagg.testing.faults.mistreat` does. At most once."""
+        """Wrap the control channel once, as `disagg.testing.faults.mistreat` does."""
         check_process(self._runtime)
         self._runtime.interpose(wrap)
 
@@ -414,9 +407,7 @@ class KVManager:
         return check_peer(name, address, public_key, own=self.name, own_addresses=own, keys=self._keys)
 
     def _make_known(self, peer: str, address: str | None, public_key: str | None) -> None:
-        """Add an unknown peer by its address, or update one that has moved. Raises `PeerUnreachable` for one without an
-        address.
-        """
+        """Add an unknown peer by its address, or update one that has moved."""
         check_alive(self._runtime)
         check_joined(self._runtime.directory, self.name, self.topology)
         check_text(peer, "peer")

@@ -37,21 +37,19 @@ from disagg.protocol.types import Chunk, Event, RequestKey
 
 
 def combine(events: Iterable[Event]) -> DisaggError | None:
-    """The first failure among the events of the ranks that took part in a request; `None` if all succeeded.
-
-    An event stays in its process. Ranks in other processes send `event.error`, which can be pickled: the request has
-    succeeded if each of them is `None`.
+    """The first failure among the events of the ranks that took part in a request; `None` if all succeeded. Ranks in other
+    processes send `event.error`, which can be pickled.
     """
     return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
 
 
 class Requests(Protocol):
     def drop_event(self, handle: RequestHandle) -> None:
-        """Take the event of a request out of the server's queue, if it is there."""
+        """Take its event out of the server's queue."""
 
     def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
-        """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row that
-        a receive holds.
+        """The request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row
+        that a receive holds.
         """
 
 
@@ -76,17 +74,17 @@ class Control(Protocol):
 
     @property
     def inherited(self) -> str:
-        """Why a forked child cannot use the manager; empty in the process that built it."""
+        """Why a forked child cannot use the manager; empty elsewhere."""
 
     def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
 
     def end_unopened(self, handle: RequestHandle, error: DisaggError) -> None:
-        """End a request that has no session yet, in the control thread."""
+        """For a request that has no session yet. In the control thread."""
 
 
 Place = tuple[str, str, RequestKey, bool]
-"""Direction, peer (empty: any), attempt, and whether any attempt: unique among the open requests of a rank."""
+"""Direction, peer (empty: any), attempt, and whether any attempt: unique among a rank's open requests."""
 
 
 class RequestHandle:
@@ -157,7 +155,7 @@ class RequestHandle:
 
     @property
     def key(self) -> RequestKey:
-        """The request and its attempt, 0 while any attempt is meant."""
+        """Its attempt is 0 while any is meant."""
         return self.place[2] if self.session is None else self.session.key
 
     @property
@@ -171,18 +169,17 @@ class RequestHandle:
 
     @property
     def timeline(self) -> Timeline:
-        """Where its time went so far; complete once the server has its event."""
+        """Complete once the server has its event."""
         return self._ending.moments.timeline()
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing touches its rows any more."""
         return self.lease.released
 
     def abort(self, reason: str) -> None:
         """End the request on every rank of the other side. Its rows stay leased until nothing touches them. No receiver
-        takes bytes that are read from a sender's rows after this call. Raises `LocalProtocolError` for a reason that is not
-        a `str`.
+        takes bytes that are read from a sender's rows after this call. Raises `LocalProtocolError` unless the reason is a
+        `str`.
         """
         check_text(reason, "reason")
         check_process(self._control)
@@ -202,16 +199,16 @@ class RequestHandle:
         raise NotImplementedError
 
     def on_end(self, callback: Callable[[Event], object]) -> None:
-        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended. The
-        event stays in the queue of `KVManager.events`. Raises `LocalProtocolError` if it is not callable.
+        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended. Raises
+        `LocalProtocolError` if it is not callable.
         """
         if not callable(callback):
             raise LocalProtocolError(f"on_end: expected a function, found {callback!r}")
         self._ending.on_end(callback)
 
     def poll(self) -> Event | None:
-        """How the request ended, or `None` while it has not; then this yields the GIL as `KVManager.events` does. The event
-        stays in the queue.
+        """How the request ended, or `None`; then this yields the GIL as `KVManager.events` does, which also returns the
+        event.
         """
         check_process(self._control)
         if self._ending.event is None:
@@ -219,8 +216,8 @@ class RequestHandle:
         return self._ending.take()
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
-        """How the request ended. The event stays in the queue of `KVManager.events`. Raises `TimeoutError` if it has not
-        ended within `timeout_s` seconds (`None`: no limit), `LocalProtocolError` unless that is finite and at least 0.
+        """How the request ended; `KVManager.events` also returns that. Raises `TimeoutError` after `timeout_s` seconds
+        (`None`: no limit), `LocalProtocolError` unless that is finite and at least 0.
         """
         check_process(self._control)
         event = self._ending.wait(math.inf if timeout_s is None else check_timeout(timeout_s))
@@ -298,11 +295,11 @@ class Sender(RequestHandle):
 
     @property
     def wanted_at(self) -> float | None:
-        """When a receiver last called `KVManager.want`, by `time.monotonic`; `None` if none has."""
+        """When a receiver last called `KVManager.want`, by `time.monotonic`."""
         return None if self.session is None else self.session.wanted_at
 
     def needed(self, component: str) -> TokenRange | None:
-        """The tokens `[start, stop)` of `component` that the receivers need; `None` until all of them have reserved."""
+        """The tokens `[start, stop)` that the receivers need; `None` until all of them have reserved."""
         check_process(self._control)
         return self.session.needed(component) if self.session is not None else None
 
@@ -329,8 +326,8 @@ class Sender(RequestHandle):
         self._command(send)
 
     def finish(self, rows: GivenRows | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
-        """Send the last rows, if any, and give every receiver `payload` with its success. For up to 1 ms this yields the
-        GIL, so that the manager's threads start the copies now and not once the server waits.
+        """Send the last rows, if any, and give every receiver `payload` with its success. This yields the GIL for up to 1
+        ms, so that copies start now and not once the server waits.
 
         Raises `LocalProtocolError` as `send` does, the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES`
         bytes.
@@ -376,13 +373,12 @@ class Sender(RequestHandle):
 
 
 def check_process(control: Control) -> None:
-    """Raise `LocalProtocolError` in a forked child, where nothing of the manager works."""
+    """In a forked child nothing of the manager works."""
     if control.inherited:
         raise LocalProtocolError(control.inherited)
 
 
 def check_alive(control: Control) -> None:
-    """Raise `LocalProtocolError` if the manager has ended, or in a forked child."""
     check_process(control)
     if control.problem:
         raise LocalProtocolError(f"the manager has ended: {control.problem}")

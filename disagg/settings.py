@@ -24,13 +24,13 @@ OTHER_VARIABLES = ("DISAGG_NVLINK_BLOCKS",)
 _KUBERNETES = re.compile(
     PREFIX + r"(?:\w+?_)??(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)", re.ASCII
 )
-"""What Kubernetes sets in every pod for a Service `disagg` or `disagg-...`. `..._PORT` has a value such as
+"""Kubernetes sets these in every pod for a Service `disagg` or `disagg-...`. `..._PORT` has a value such as
 `tcp://host:port`.
 """
 
 
 def meaning(text: str, **extra: Any) -> msgspec.Meta:
-    """Describe a setting. `flag` and `metavar` name its option if they do not follow from the key; `parse` reads text."""
+    """`flag` and `metavar` name the option if they do not follow from the key; `parse` reads text."""
     return msgspec.Meta(description=text, extra=extra)
 
 
@@ -56,12 +56,11 @@ class Setting:
 
     @property
     def base(self) -> Any:
-        """The type without annotations and without `None`."""
+        """Without annotations and without `None`."""
         return _base(self.kind)
 
 
 def settings(kind: type[msgspec.Struct]) -> tuple[Setting, ...]:
-    """In the order of their declaration."""
     hints = typing.get_type_hints(kind, include_extras=True)
     found = []
     for each in msgspec.structs.fields(kind):
@@ -86,12 +85,12 @@ def _base(hint: Any) -> Any:
 
 
 def names_of(base: Any) -> tuple[str, ...] | None:
-    """The keys of a table of numbers such as `limits`; `None` for other types."""
+    """Of a table of numbers such as `limits`; `None` for other types."""
     return tuple(field.name for field in dataclasses.fields(base)) if dataclasses.is_dataclass(base) else None
 
 
 def is_table(setting: Setting) -> bool:
-    """Whether it has names and values, written `NAME=VALUE` in text."""
+    """Whether text has the form `NAME=VALUE`."""
     return "parse" not in setting.extra and (
         typing.get_origin(setting.base) is Mapping or dataclasses.is_dataclass(setting.base)
     )
@@ -120,7 +119,7 @@ def sources(
     *,
     known: Collection[str],
 ) -> tuple[_Source, ...]:
-    """In ascending priority. `known` are the keys of the settings."""
+    """In ascending priority."""
     given = {
         name: value for name, value in environ.items() if name.startswith(PREFIX) and name not in OTHER_VARIABLES and value
     }
@@ -156,7 +155,7 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that suggests similar words; empty if there is none."""
+    """Empty if no word is similar."""
     near = difflib.get_close_matches(word, list(known))
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
@@ -169,9 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) -> Any:
-    """The value converted to the setting's type. Raises `ConfigError` with the key, what was expected and found, and
-    where.
-    """
+    """Raises `ConfigError` with the key, what was expected and found, and where."""
 
     def wrong(expected: str, found: Any = value, hint: str = "") -> ConfigError:
         return ConfigError(f"config: key {setting.key!r}: expected {expected}, found {found!r} ({where}){hint}")
@@ -196,7 +193,7 @@ def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) ->
 
 
 def _from_text(setting: Setting, value: str | Sequence[str], wrong: Any) -> Any:
-    """A list or table from text: parts between commas, or one text for each."""
+    """Parts between commas, or one text for each."""
     if not (is_list(setting) or is_table(setting)):
         return value
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)

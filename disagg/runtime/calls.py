@@ -20,7 +20,7 @@ from disagg.requests import Receiver, Sender
 from disagg.runtime.runtime import Runtime
 
 DECLINE_S = 60.0
-"""For the peer of a declined or wanted request to become ready."""
+"""How long a message of `tell` waits for its peer."""
 
 
 @dataclass(frozen=True, kw_only=True)

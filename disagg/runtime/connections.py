@@ -47,8 +47,8 @@ class _Fencing:
 
 
 class Connections:
-    """The control thread calls all of this but `_run`. `command` runs a function there; so does `on_connected` run, for a
-    rank that transfers may go to.
+    """The control thread calls all of this but `_run`. `command` runs a function there, and `on_connected` is called there
+    for each rank that transfers may go to.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ logger = ThreadLog(__name__)
 
 CHECK_S = 0.25
 MAX_NBYTES = 2 * MAX_MESSAGE_NBYTES
-"""Between two messages. Messages that leave together have half."""
+"""The limit between two messages. Messages that leave together have half."""
 
 
 class EndlessMessages:

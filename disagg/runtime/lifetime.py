@@ -40,7 +40,7 @@ class Lifetime:
         return "the manager is closing" if self._closer is not None else ""
 
     def end(self) -> None:
-        """Wait for the thread that closes. One of the manager's threads cannot: then another one closes, and this returns
+        """Close, or wait for the thread that does. One of the manager's threads cannot wait: then another one closes, and this returns
         at once.
         """
         if self.inherited:
@@ -90,7 +90,7 @@ def _inherit_all() -> None:
 
 
 def _end_all() -> None:
-    """Later its threads would run into an interpreter that is being torn down."""
+    """At exit, since later the threads would run into an interpreter that is being torn down."""
     if not _open:
         return
     thread = threading.Thread(target=_end_each, name="disagg-exit", daemon=True)

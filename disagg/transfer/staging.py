@@ -222,7 +222,7 @@ class Loans:
 
     def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
         """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError`, with nothing
-        changed, for a list that cannot be true.
+        changed, for an invalid list.@@ cannot be true.
         """
         number_at: dict[int, int] = {}
         for number, address in loans:
