@@ -1,6 +1,4 @@
-"""The configuration of one rank as one typed object. A setting is described where it is declared, for `--help`, the
-documentation and the errors. A server with settings of its own declares them in a subclass.
-"""
+"""The configuration of one rank as one typed object. A server with settings of its own declares them in a subclass."""
 
 from __future__ import annotations
 
@@ -28,10 +26,6 @@ Transport = Literal["auto", "rdma", "tcp", "shm"]
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one `KVManager`, and of its peers. Every constructor raises `ConfigError` that names the key, what
     was expected and found, and where.
-
-        >>> Config(name="decode-0", transport="pigeon")
-        Traceback (most recent call last):
-        disagg.core.errors.ConfigError: config: key 'transport': expected one of auto, rdma, tcp, shm, found 'pigeon' (keyword)
     """
 
     name: Annotated[str, meaning("The instance's name, the same on all its ranks.")]

@@ -333,8 +333,9 @@ class KVManager:
         group: int = 0,
         attempt: int = 0,
     ) -> None:
-        """Tell `peer`'s `group`, once the peer is ready, that this rank needs nothing of a request: its sender succeeds.
-        Each rank that would have opened a receiver calls it. Arguments and errors are those of `receiver`.
+        """Tell `peer`'s `group` that this rank needs nothing of a request, so that its sender succeeds. Each rank that
+        would have opened a receiver calls it. It is sent once the peer is ready. Arguments and errors are those of
+        `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.decline, request_key(request_id, attempt), peer=peer, group=group)
@@ -349,8 +350,8 @@ class KVManager:
         group: int = 0,
         attempt: int = 0,
     ) -> None:
-        """Tell `peer`'s `group`, once the peer is ready, that this rank still wants a request for which it has no rows yet
-        (`Sender.wanted_at`). Arguments and errors are those of `receiver`.
+        """Tell `peer`'s `group` that this rank still wants a request for which it has no rows yet, so that the peer may
+        keep it (`Sender.wanted_at`). It is sent once the peer is ready. Arguments and errors are those of `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)

@@ -207,8 +207,8 @@ class RequestHandle:
         self._ending.on_end(callback)
 
     def poll(self) -> Event | None:
-        """How the request ended, or `None`; then this yields the GIL as `KVManager.events` does, which also returns the
-        event.
+        """How the request ended, as `KVManager.events` also returns it; `None` while it has not, after yielding the GIL as
+        `events` does.
         """
         check_process(self._control)
         if self._ending.event is None:

@@ -48,7 +48,7 @@ class _Peer:
 
 
 class Channel:
-    """Off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key may connect. A peer's
+    """Off loopback it needs `keys`, or `insecure=True`. `allow` decides whether a public key may connect. A peer's
     connection ends after `heartbeat_timeout_s` without an answer. Raises `ConfigError` for an address that cannot be bound.
     """
 

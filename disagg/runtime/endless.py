@@ -1,5 +1,6 @@
-"""Ends connections whose message does not end. libzmq bounds a frame, but not their number in a message, and delivers only
-complete messages, so a peer could fill this process's memory. The kernel knows how much a connection has received.
+"""Ends connections whose message does not end. libzmq bounds the size of a frame, but not the number of frames, and
+delivers only complete messages, so a peer could fill this process's memory. The kernel knows how much a connection has
+received.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ class PeerHealth:
 @dataclass(frozen=True)
 class Health:
     """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
+    Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
 
-    `quarantined` counts requests whose rows are not proved quiet, by reason. `renewal_due` says why to close this manager
-    and build another over the same pools: there are more of them than `Limits.max_quarantined`, lost peers may still write
-    to most of the staging slots, or the engine will never serve new peers again. The end of the engine proves most rows
-    quiet.
+    `renewal_due` says why to close this manager and build another over the same pools: more requests are quarantined than
+    `Limits.max_quarantined`, lost peers may still write to most of the staging slots, or the engine will never serve new
+    peers again. The end of an engine proves most rows quiet.
     """
 
     ok: bool

@@ -40,8 +40,8 @@ class Lifetime:
         return "the manager is closing" if self._closer is not None else ""
 
     def end(self) -> None:
-        """Close, or wait for the thread that does. One of the manager's threads cannot wait: then another one closes, and this returns
-        at once.
+        """Close, or wait for the thread that does. One of the manager's threads cannot wait: then another one closes, and
+        this returns at once.
         """
         if self.inherited:
             return

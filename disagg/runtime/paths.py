@@ -1,8 +1,8 @@
 """Which path the pieces of a transfer take, and their binding to the request's rows.
 
 Engines pay for each piece. Large pieces, and small ones that join into long copies, go directly; others are packed into
-slots that the peer unpacks, by span classes that the writer sends and its own rows. All are packed if only the peer's own
-process may write its rows, or if their numbers are converted.
+slots. The writer sends their span classes, and the peer derives from its own rows where the bytes belong. All pieces are
+packed if only the peer's own process may write its rows, or if their numbers are converted.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from disagg.transfer.staging import Loans, SlotPool
 
 CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
-"""Longer writes get a spare for their staging buffer, so that one slow peer does not hold up the others. The job ends if it
-was cancelled.
+"""A slower write has its staging buffer replaced by a spare, so that one slow peer does not hold up the others. If its job
+was cancelled, the job ends.
 """
 
 

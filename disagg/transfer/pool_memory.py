@@ -1,5 +1,5 @@
-"""The memory of a manager's pools, and the work done in it: packing, unpacking, checksums. Kernels do it on a GPU, the
-compiled core on the host. Nothing starts on a GPU before it is needed.
+"""A manager's pools, and the work done in them: packing, unpacking, checksums. Kernels do it on a GPU, the compiled core on
+the host. Nothing starts on a GPU before it is needed.
 """
 
 from __future__ import annotations

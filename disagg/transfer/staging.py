@@ -221,8 +221,8 @@ class Loans:
             self._free[number] = address
 
     def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
-        """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError`, with nothing
-        changed, for an invalid list.@@ cannot be true.
+        """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError` for an invalid
+        list, with nothing changed.
         """
         number_at: dict[int, int] = {}
         for number, address in loans:
