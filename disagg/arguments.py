@@ -60,7 +60,7 @@ def check_timeout(given: float) -> float:
 
 
 def _finite(given: object) -> float | None:
-    """As a `float`; `None` for everything else."""
+    """A finite real number as a `float`; `None` for everything else."""
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Checks of a manager's arguments and peers. They raise `ConfigError` unless said otherwise."""
+"""Checks of a manager's arguments and peers. Those of arguments raise `ConfigError`."""
 
 from __future__ import annotations
 

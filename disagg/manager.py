@@ -211,8 +211,8 @@ class KVManager:
         return self._runtime.directory.status(name)
 
     def set_leader(self, address: str) -> None:
-        """Join rank 0, if the manager was built without `leader`. Raises `ConfigError` for an invalid address, and if the
-        leader is known.
+        """Join rank 0, if the manager was built without `leader`. Raises `ConfigError` for an invalid address, on rank 0,
+        and if the leader is known.
         """
         check_alive(self._runtime)
         dialable(address, what="leader")
@@ -266,9 +266,9 @@ class KVManager:
         `RequestTimeout`. Nothing is reserved before `ready` has passed. The event has the `tag`; `label` is the server's
         name of the request, for the log.
 
-        An unknown peer is added if its leader's `address` is given, with keys also its `public_key`. It is forgotten after
-        it has been away for `ConnectionLimits.forget_s`, and at once if nobody listens at its address; requests that wait
-        for it fail.
+        The request waits for a peer that is not ready. An unknown peer is added if its leader's `address` is given, with
+        keys also its `public_key`. It is forgotten after it has been away for `ConnectionLimits.forget_s`, and at once if
+        nobody listens at its address; requests that wait for it fail.
 
         Raises `PeerUnreachable` for an unknown peer without an address, or one too many; `LayoutError` for rows that cannot
         hold the needed tokens; `LocalProtocolError` for an argument of the wrong type, an attempt that is under way, rows
@@ -390,8 +390,8 @@ class KVManager:
         return self._runtime.requests.drain(check_timeout(timeout_s))
 
     def close(self) -> None:
-        """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first;
-        in a callback, which runs in a thread of the manager, another thread closes.
+        """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first.
+        In a callback, which runs in a thread of the manager, this returns at once and another thread closes.
 
         If the engine's end proves all rows quiet, quarantined rows are released as well. Otherwise keep their pools in
         memory: a stopped peer may still write there.

@@ -85,7 +85,7 @@ def _base(hint: Any) -> Any:
 
 
 def names_of(base: Any) -> tuple[str, ...] | None:
-    """Of a table of numbers such as `limits`; `None` for other types."""
+    """The names of a table of numbers such as `limits`; `None` for other types."""
     return tuple(field.name for field in dataclasses.fields(base)) if dataclasses.is_dataclass(base) else None
 
 
@@ -193,7 +193,7 @@ def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) ->
 
 
 def _from_text(setting: Setting, value: str | Sequence[str], wrong: Any) -> Any:
-    """Parts between commas, or one text for each."""
+    """`value` has parts between commas, or is a text for each."""
     if not (is_list(setting) or is_table(setting)):
         return value
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)

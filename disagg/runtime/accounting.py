@@ -155,7 +155,7 @@ class Quarantine(enum.Enum):
     """Labels; the lease's reason has the details."""
 
     PEER_LOST = "peer_lost"
-    """It may still write to the rows, or a transfer to it may still read them."""
+    """The peer may still write to the rows, or a transfer to it may still read them."""
     UNSETTLED = "unsettled"
     SILENT = "silent"
     """A connected peer has not confirmed that it stopped."""

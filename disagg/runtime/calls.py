@@ -70,7 +70,7 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
 
 
 def _needs(runtime: Runtime, call: ReceiveCall, agreement: Agreement | None) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
-    """Of the components that both sides have, or, while the peer is not known, of those with rows."""
+    """Needs of the components that both sides have, or, while the peer is not known, of those with rows."""
     agreed = call.rows if agreement is None else agreement.incoming.components
     return check_needs(runtime.local, runtime.local.topology.group_rank, agreed, call.rows, call.need)
 

@@ -220,7 +220,7 @@ class Channel:
         return readable
 
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
-        """Right after `poll` has found nothing. Returns whether there is a message or a completion."""
+        """Call it right after `poll` has found nothing. Returns whether there is a message or a completion."""
         return _native.busy_poll(seconds, self._watched, completions)
 
     def flush(self) -> None:
@@ -308,7 +308,7 @@ def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Of the message's connection. `None` before ZMTP 3, which no rank speaks."""
+    """The descriptor of the message's connection. `None` before ZMTP 3, which no rank speaks."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -53,7 +53,7 @@ class Directory:
         self._changing: Counter[str] = Counter()  # not made yet by the control thread
 
     def add(self, name: str, address: str, public_key: str | None, *, lasting: bool = True) -> None:
-        """Raises `PeerUnreachable` for one that is not `lasting` if there are `MAX_ADMITTED` of these."""
+        """Raises `PeerUnreachable` for an instance that is not `lasting`, if there are `MAX_ADMITTED` of these."""
         known = self._peers.instances.get(name)
         if not lasting and known is None:
             others = sum(each.forget_at < NEVER for each in list(self._peers.instances.values())) + len(self._changing)
@@ -74,7 +74,7 @@ class Directory:
             self._change(name, add)
 
     def lacks(self, name: str, address: str) -> bool:
-        """Whether it is unknown, or not ready at the address of an older request."""
+        """Whether an instance is unknown, or not ready at the address of an older request."""
         if self.status(name).state == "unknown":
             return True
         known = self._peers.instances.get(name)
@@ -173,7 +173,7 @@ class Directory:
             self._changed.notify_all()
 
     def wait(self, name: str, timeout_s: float, *, has_ended: Callable[[], object]) -> PeerStatus:
-        """Until it is ready or never will be, or the manager has ended."""
+        """Wait until an instance is ready or never will be, or the manager has ended."""
         found = self.status(name)
 
         def is_settled() -> object:

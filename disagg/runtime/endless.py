@@ -33,7 +33,7 @@ class EndlessMessages:
         self._heard.add(descriptor)
 
     def end(self, opened: Iterable[int], port: int) -> None:
-        """Only those still connected to `port`: a descriptor may belong to something else by now."""
+        """Ends only those still connected to `port`: a descriptor may belong to something else by now."""
         now = time.monotonic()
         if now < self._check_at:
             return

@@ -66,7 +66,7 @@ def health_of(runtime: Runtime) -> Health:
 
 
 def unready(runtime: Runtime) -> str:
-    """Why new requests should not be routed here; empty if they may be. One ready peer is enough."""
+    """Why new requests should not be routed here; empty if they may be. One ready configured peer is enough."""
     if runtime.problem:
         return runtime.problem
     if runtime.requests.is_draining:

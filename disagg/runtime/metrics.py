@@ -49,7 +49,7 @@ class Reader(Collector):
         self._build = build
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registration reads nothing."""
+        """Returns nothing, so that registration reads nothing."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from disagg.runtime.loop import CommandQueue
 from disagg.runtime.request_table import RequestTable
 
 OpenSession = Callable[[float], Session]
-"""In the control thread; it may raise `DisaggError`."""
+"""Runs in the control thread, and may raise `DisaggError`."""
 
 
 class _Waiting(NamedTuple):
@@ -53,7 +53,7 @@ class Openings:
         )
 
     def put_when_ready(self, handle: Receiver, open_session: OpenSession, deadline: float) -> None:
-        """The request ends if that takes longer than `deadline`."""
+        """The request ends if its peer is not ready before `deadline`."""
 
         def open_or_wait(now: float) -> None:
             if not self._requests.has(handle):
@@ -66,7 +66,7 @@ class Openings:
         self._commands.put(open_or_wait, lambda error: self._requests.end_unopened(handle, error))
 
     def wait(self, peer: str, handle: Receiver | None, run: Callable[[], None], deadline: float) -> None:
-        """Unless `deadline` passes first."""
+        """Call `run` once the peer is ready, unless `deadline` passes first."""
         number = next(self._count)
         self._waiting.setdefault(peer, {})[number] = _Waiting(handle, run)
         if handle is not None:

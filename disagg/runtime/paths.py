@@ -89,7 +89,7 @@ def bind_outgoing(
 
 
 def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransfer) -> BoundTransfer:
-    """As runs over span classes that the engine has."""
+    """As `bind_outgoing`, in runs over span classes that the engine has."""
     parts: list[SpanRuns] = []
     for outgoing in _outgoing(plan, start):
         parts += outgoing.bind().span_runs(prepared.first[outgoing.written.component])

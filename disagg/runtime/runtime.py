@@ -111,7 +111,7 @@ class Runtime:
         self.memory = PoolMemory([region for component in components for region in component.regions])
         opened.callback(self.memory.close)
         self.spin_s = self.memory.spin_s
-        """After the last activity, in seconds."""
+        """How long a thread polls after the last activity, in seconds."""
         heartbeat = settings.connection_limits or ConnectionLimits()
         self.channel = Channel(
             settings.listen,

@@ -53,12 +53,12 @@ def prepare(backend: Backend, peer: RemotePeer, plan: TransferPlan) -> PreparedP
 
 
 def source_stream(bound: Sequence[tuple[str, BoundRows]]) -> Stream:
-    """To pack from host memory."""
+    """A stream to pack from host memory."""
     return _host_stream(bound, source=True)
 
 
 def destination_stream(bound: Sequence[tuple[str, BoundRows]]) -> Stream:
-    """To unpack into host memory."""
+    """A stream to unpack into host memory."""
     return _host_stream(bound, source=False)
 
 

@@ -46,7 +46,7 @@ MAX_THREADS = 4
 def checksum_sent(
     plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: ChecksumFunction
 ) -> tuple[PartialChecksums, ...]:
-    """Of one chunk. Raises `LayoutError` for rows outside the pools, and for a reserve of too few pages."""
+    """The checksums of a chunk. Raises `LayoutError` for rows outside the pools, and for a reserve of too few pages."""
     found = []
     for written in start.written:
         plan, rows = plans.get(written.component), start.chunk.rows.get(written.component)

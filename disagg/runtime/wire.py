@@ -11,7 +11,7 @@ from disagg.core import _native
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """On a connection that a peer opened: answer it with `reply`."""
+    """A message on a connection that a peer opened: answer it with `reply`."""
 
     connection: bytes
     user: str
@@ -19,7 +19,7 @@ class Inbound(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """On connection `dial`, which this side opened."""
+    """A message on connection `dial`, which this side opened."""
 
     dial: int
     data: bytes

@@ -59,8 +59,8 @@ class PoolMemory:
         return dataclasses.replace(shape, pack_below=pack_below)
 
     def allocate_on_device(self, nbytes: int) -> MemoryRegion | None:
-        """On the GPU of the pools, freed by `close`; `None` on the host. Raises `BackendUnavailable` if the GPU cannot be
-        used, `BackendError` if it has no room.
+        """Memory on the GPU of the pools, freed by `close`; `None` on the host. Raises `BackendUnavailable` if the GPU cannot
+        be used, `BackendError` if it has no room.
         """
         if not self.has_gpu or self.device is None:
             return None

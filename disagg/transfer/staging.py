@@ -58,7 +58,7 @@ class HostArena:
         self.region = MemoryRegion(int(self._bytes.__array_interface__["data"][0]), nbytes)
 
     def fault_in(self, nbytes: int) -> None:
-        """Now, and not at the first transfer."""
+        """Have the system give the pages now, and not at the first transfer."""
         self._bytes[: nbytes : mmap.PAGESIZE] = 0
 
     def give_pages_back(self, address: int, nbytes: int) -> None:
@@ -164,7 +164,7 @@ class LentSlots:
         self._free.append(address)
 
     def replace(self, address: int) -> bool:
-        """For a slot that may still be written. Returns whether there is another."""
+        """Replace a slot that may still be written. Returns whether there is another address."""
         if not self._unused:
             return False
         self.memory.give_pages_back(address, self.slot_nbytes)

@@ -22,7 +22,7 @@ class _Scattering:
 
 
 class Unpacker:
-    """`scattering`: while a GPU works on them. One thread at a time calls `step`; any may call the rest."""
+    """`scattering` are the slots that a GPU works on. One thread at a time calls `step`; any may call the rest."""
 
     def __init__(self, reports: deque[Report]) -> None:
         self._reports = reports

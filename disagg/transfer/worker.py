@@ -94,7 +94,7 @@ class TransferWorker:
         self._new.append(job)
 
     def unpack(self, slots: Iterable[Unpack]) -> None:
-        """From the next `take_reports` on."""
+        """It begins with the next `take_reports`."""
         self._unpacker.add(slots)
 
     def take_reports(self) -> list[Report]:
