@@ -43,7 +43,6 @@ def check_number(given: int, what: str, stop: int) -> int:
 
 
 def check_deadline(given: float | None) -> float:
-    """Infinity for `None`."""
     if given is None:
         return math.inf
     seconds = _finite(given)

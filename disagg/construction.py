@@ -150,7 +150,6 @@ def check_peers(
     own_addresses: Sequence[str],
     keys: KeyPair | None,
 ) -> dict[str, tuple[str, str | None]]:
-    """By name."""
     for what, given in (("peers", peers), ("peer_keys", peer_keys)):
         if not isinstance(given, Mapping | None):
             raise ConfigError(f"{what}: expected a mapping from names, found {type(given).__name__}")

@@ -46,7 +46,6 @@ class Ending:
             self._over.yield_to_waiter()
 
     def take(self) -> Event | None:
-        """`None` while there is none."""
         if self.event is not None:
             self.moments.take()
         return self.event

@@ -251,7 +251,6 @@ class Receiver(RequestHandle):
         super().__init__(control, ending, key=key, peer=peer, tag=tag, label=label)
         self.need = need
         self.ids = ids
-        """The needed rows, by component."""
 
     def _abort_session(self, error: DisaggError, now: float) -> None:
         if self.session is not None:

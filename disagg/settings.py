@@ -101,8 +101,6 @@ def is_list(setting: Setting) -> bool:
 
 
 class _Source(NamedTuple):
-    """Values by key."""
-
     where: str
     values: Mapping[str, Any]
     text: bool = False

@@ -40,8 +40,6 @@ MAX_SILENCE_MS = 6_553_500
 
 @dataclass
 class _Peer:
-    """A connection that this side opened."""
-
     socket: zmq.Socket[bytes]
     descriptor: int
     unsent: list[bytes] = field(default_factory=list)

@@ -105,7 +105,6 @@ class Metrics:
         self._children: dict[str, dict[tuple[str, str], tuple[Counter, Histogram, Counter]]] = {}
 
     def count(self, *, direction: str, peer: str, cause: str, nbytes: int, seconds: float) -> None:
-        """`cause` is empty if the request succeeded."""
         children = self._children.setdefault(peer, {})
         key = direction, cause
         found = children.get(key)

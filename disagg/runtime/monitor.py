@@ -80,7 +80,6 @@ class Monitor:
             self._over.popitem(last=False)
 
     def take(self) -> list[bytes]:
-        """Returns the connections that have ended."""
         ended, self._late = self._late, []
         while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             message = zmq.utils.monitor.recv_monitor_message(self.socket, zmq.DONTWAIT)

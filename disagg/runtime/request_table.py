@@ -80,7 +80,6 @@ class RequestTable:
             self._tracing.begin(handle)
 
     def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
-        """As `Requests.hold`."""
         request = self._requests.get(handle.lease)
         if request is not None:
             layouts, placements = self._layouts, self._placements
@@ -201,7 +200,6 @@ class RequestTable:
         self.end([_failed(handle, error)])
 
     def fail_all(self, reason: str) -> None:
-        """The manager has ended."""
         requests = tuple(self._requests.values())
         for request in requests:
             if request.session is not None:

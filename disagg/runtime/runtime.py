@@ -79,8 +79,6 @@ class RuntimeSettings:
 
 
 class Runtime:
-    """The threads and the state of one manager."""
-
     def __init__(self, settings: RuntimeSettings, components: Sequence[Component]) -> None:
         self.local = LocalRank.of(settings.topology, components)
         self.limits = settings.limits

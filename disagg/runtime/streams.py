@@ -53,12 +53,10 @@ def prepare(backend: Backend, peer: RemotePeer, plan: TransferPlan) -> PreparedP
 
 
 def source_stream(bound: Sequence[tuple[str, BoundRows]]) -> Stream:
-    """A stream to pack from host memory."""
     return _host_stream(bound, source=True)
 
 
 def destination_stream(bound: Sequence[tuple[str, BoundRows]]) -> Stream:
-    """A stream to unpack into host memory."""
     return _host_stream(bound, source=False)
 
 

@@ -40,7 +40,6 @@ T = TypeVar("T")
 
 READY_POLL_S = 0.0005
 MAX_THREADS = 4
-"""Native threads for one checksum."""
 
 
 def checksum_sent(
@@ -140,7 +139,6 @@ class ChecksumWorker:
 
     @property
     def depth(self) -> int:
-        """Jobs that have not begun."""
         return len(self._jobs)
 
     def stop(self, timeout_s: float) -> None:

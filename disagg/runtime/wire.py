@@ -26,8 +26,6 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """A peer's connection has ended."""
-
     connection: bytes
 
 

@@ -79,7 +79,6 @@ class ActiveJob:
         return attempt(lambda: bool(ready.query()), self.job, self._report, self._reports)
 
     def step(self) -> int:
-        """Returns how much has changed."""
         posted = self._post_direct()
         if not self._has_packed:
             self._end_if_cancelled()

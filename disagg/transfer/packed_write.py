@@ -100,7 +100,6 @@ class PackedWrite:
         return packed
 
     def close(self) -> None:
-        """It wants no more slots."""
         self._loans.want(-(self._demand or 0))
         self._demand = 0
 

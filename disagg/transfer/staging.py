@@ -205,7 +205,6 @@ class Loans:
             self._demand += count
 
     def take(self) -> tuple[int, int] | None:
-        """The number and the address of a loan."""
         with self._lock:
             if not self._free:
                 return None
@@ -249,7 +248,6 @@ class Loans:
         return forgotten
 
     def give_back(self) -> tuple[int, ...]:
-        """The free loans."""
         with self._lock:
             numbers = tuple(self._free)
             self._free.clear()

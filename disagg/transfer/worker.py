@@ -74,7 +74,6 @@ class TransferWorker:
 
     @property
     def depth(self) -> int:
-        """Jobs that have not settled."""
         return len(self._new) + len(self._waiting) + len(self._active)
 
     def completions(self) -> tuple[list[_native.Completion], bool]:
@@ -152,7 +151,6 @@ class TransferWorker:
                 sleep_s = MIN_SLEEP_S
 
     def _is_under_way(self) -> bool:
-        """Whether something must be polled again soon."""
         if self._waiting or self._unpacker.scattering:
             return True
         return any(active.in_flight() and not active.is_unsettled for active in self._active)
@@ -160,7 +158,6 @@ class TransferWorker:
     # -- holding the lock --------------------------------------------------------------------------------------------
 
     def _step(self) -> int:
-        """Returns how much has changed."""
         changed = self._unpacker.step() + self._begin_new()
         for active in self._active:
             changed += active.step()
@@ -168,7 +165,6 @@ class TransferWorker:
         return changed
 
     def _begin_new(self) -> int:
-        """Returns how many have begun."""
         bound, self._waiting = self._waiting, []
         while self._new:
             active = self._bind(self._new.popleft())
