@@ -8,17 +8,15 @@ from disagg.protocol.messages import Lending
 from disagg.protocol.types import NEVER, PeerRank, State, take_step
 
 LEADER = 0
-"""The rank that answers for its instance."""
 NO_ANSWER = "no answer yet"
-"""The problem of a connection before anything has come back on it."""
 MAX_ASKED = 8
 """Hellos whose welcomes may still come."""
 
 
 class ConnectionState(State):
-    """`GREETING`: the peer gets a hello when one is due. `REFUSED`: likewise, but one side refuses the other until one of them
-    starts anew. In the other states transfers to the peer may start. `ONE_WAY`: it has not connected to this rank. `CLOSED`:
-    it had, and that connection has ended.
+    """`GREETING`: a hello is sent when due. `REFUSED`: likewise, but one side refuses the other until one of them restarts.
+    In the other states transfers may start. `ONE_WAY`: the peer has not connected to this rank. `CLOSED`: it had, and that
+    connection has ended.
     """
 
     GREETING = "greeting"
@@ -50,19 +48,17 @@ CONNECTION_TABLE: dict[tuple[ConnectionState, ConnectionStep], ConnectionState] 
     (ConnectionState.CLOSED, ConnectionStep.CONFIRMED): ConnectionState.READY,
     (ConnectionState.CLOSED, ConnectionStep.DROPPED): ConnectionState.GREETING,
 }
-"""A step that is not in the table changes nothing."""
 
 
 @dataclass
 class PeerConnection:
-    """The connection that this rank opened to one rank of a peer instance. Only its own methods change it, but for `armed_at`.
+    """The connection to one rank. Only its own methods change it, but for `armed_at`.
 
-    `dial` is the number of the connection. `epoch` is that of the peer's process, 0 until it is known. A side that gives a
-    connection up starts a new `generation` and names it in its next hello, so that both sides end the old one; a new process
-    starts at generation 0. `problem` says why it is not ready. `asked` counts the hellos whose welcome may still come,
-    `unanswered` those since anything came back. `heard`: the peer has said hello since this side last did. `renews`: the last
-    hello was answered with a welcome, and nothing has called for another hello since. The next hello is due at `hello_at`, and
-    the peer is lost at `lost_at` unless a connection that it opened is there by then. `armed_at` is when it is looked at next.
+    `epoch` is that of the peer's process, 0 until known. A side that gives up starts a new `generation` and names it in its
+    next hello, so that both end the old one; a new process starts at 0. `asked` counts hellos whose welcome may still come,
+    `unanswered` those since anything came back. `heard`: the peer has said hello since this side last did. `renews`: the
+    last hello was welcomed, and nothing has called for another since. The peer is lost at `lost_at` unless it has connected
+    by then.
     """
 
     instance: str
@@ -94,26 +90,22 @@ class PeerConnection:
 
     @property
     def is_refused(self) -> bool:
-        """Whether one side refuses the other until one of them starts anew."""
         return self.state is ConnectionState.REFUSED
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is ready, and the connection that the peer had opened has ended."""
         return self.state is ConnectionState.CLOSED
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is ready, but no connection that the peer has opened is there."""
+        """Whether it is ready, without a connection that the peer opened."""
         return self.state in (ConnectionState.ONE_WAY, ConnectionState.CLOSED)
 
     @property
     def due(self) -> float:
-        """When a hello or the loss of the peer is next due."""
         return min(self.hello_at, self.lost_at)
 
     def _step(self, step: ConnectionStep) -> bool:
-        """See `take_step`."""
         return take_step(CONNECTION_TABLE, self, step)
 
     # -- hellos ------------------------------------------------------------------------------------------------------
@@ -124,29 +116,27 @@ class PeerConnection:
         self.hello_at, self.hello_retry_s, self.renews = now, 0.0, False
 
     def hello_by(self, at: float) -> None:
-        """Send the next hello at `at`, unless it is due before."""
         self.hello_at = min(self.hello_at, at)
 
     def ask_by(self, at: float) -> None:
-        """Send a hello by `at`, which asks for all that the peer's welcome tells."""
+        """Send a hello by `at` instead of a renewal, to get the peer's whole welcome."""
         self.hello_by(at)
         self.renews = False
 
     def greet_at(self, at: float) -> None:
-        """The hello after the one that is sent now is due at `at`."""
+        """The hello after the present one is due at `at`."""
         self.hello_at = at
 
     def greet(self, *, awaited: bool) -> None:
-        """A hello is sent. `awaited`: without an answer, the connection is of no use."""
+        """A hello is sent. `awaited`: the connection is of no use without the answer."""
         self.asked, self.heard = min(self.asked + 1, MAX_ASKED), False
         self.unanswered += awaited
 
     def renew(self) -> None:
-        """The last hello is renewed."""
         self.heard = False
 
     def back_off(self, first_s: float, most_s: float) -> float:
-        """The seconds to wait for the answer to the hello that is sent now: twice as long as for the last."""
+        """The seconds to wait for the answer to this hello: twice as long as for the last."""
         self.hello_retry_s = min(self.hello_retry_s * 2 or first_s, most_s)
         return self.hello_retry_s
 
@@ -155,14 +145,12 @@ class PeerConnection:
         self.problem, self.unanswered = problem, unanswered
 
     def redial(self, dial: int, problem: str) -> None:
-        """It is opened anew, as number `dial`."""
         self._step(ConnectionStep.DROPPED)
         self.dial, self.unanswered, self.problem = dial, 0, problem
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def answer(self) -> None:
-        """Something has come back."""
         self.unanswered = 0
 
     def hear(self) -> None:
@@ -170,14 +158,14 @@ class PeerConnection:
         self.heard = True
 
     def take_welcome(self) -> bool:
-        """Whether a hello has asked for the welcome that has come."""
+        """Whether a hello asked for the welcome that has come."""
         if not self.asked:
             return False
         self.asked -= 1
         return True
 
     def welcome(self, lending: Lending | None, next_at: float, *, renews: bool) -> bool:
-        """The peer's welcome holds: the next hello is due at `next_at`. Returns whether the connection was not ready before."""
+        """The welcome holds. Returns whether the connection was not ready before."""
         is_first = self._step(ConnectionStep.WELCOMED)
         if is_first:
             self.lending = lending
@@ -185,38 +173,36 @@ class PeerConnection:
         return is_first
 
     def wait(self, problem: str, retry_at: float) -> None:
-        """The peer, or this rank, needs more time to answer. A hello is due by `retry_at`."""
+        """The peer or this rank needs more time to answer."""
         self.problem = problem
         self.hello_by(retry_at)
 
     def defer(self, problem: str, retry_at: float) -> None:
-        """One side refuses the other for now. A hello is due at `retry_at`."""
+        """One side refuses the other for now."""
         self._step(ConnectionStep.CALLED)
         self.problem, self.hello_at, self.hello_retry_s = problem, retry_at, 0.0
 
     def reject(self, problem: str, retry_at: float) -> None:
-        """One side refuses the other for a reason that will not pass by itself. A hello is due at `retry_at`."""
+        """One side refuses the other for a reason that will not pass by itself."""
         self._step(ConnectionStep.REJECTED)
         self.problem, self.hello_at, self.hello_retry_s = problem, retry_at, 0.0
 
     def cannot_use(self, problem: str, retry_at: float) -> None:
-        """A peer that is ready cannot be used now. Its generation goes on; a hello is due at `retry_at`."""
+        """A ready peer cannot be used now. Its generation goes on."""
         self._step(ConnectionStep.DROPPED)
         self.lost_at, self.problem, self.hello_at = NEVER, problem, retry_at
 
     # -- the peer's own connection -----------------------------------------------------------------------------------
 
     def confirm(self) -> None:
-        """A connection that the peer opened is there."""
         if self._step(ConnectionStep.CONFIRMED):
             self.lost_at = NEVER
 
     def expect(self, lost_at: float) -> None:
-        """The peer is lost at `lost_at`, unless it connects to this rank before."""
         self.lost_at = lost_at
 
     def end(self, lost_at: float) -> None:
-        """The connection that a ready peer had opened has ended. It is lost at `lost_at`, unless it opens another before."""
+        """The peer's connection has ended. The peer is lost at `lost_at`, unless it opens another."""
         self._step(ConnectionStep.ENDED)
         self.lost_at = lost_at
 
@@ -230,15 +216,15 @@ class PeerConnection:
         return True
 
     def begin(self, epoch: int, generation: int) -> None:
-        """The peer is a process of this epoch now, with which this generation begins."""
+        """This generation begins, with the peer's process of this epoch."""
         self.epoch, self.generation = epoch, generation
 
 
 @dataclass
 class PeerInstance:
-    """A peer. One that is not configured for good is forgotten at `forget_at`. `links` are by rank. `wanted`: its ranks that
-    this one connects to, once they are known. `members`: those of them that its leader names, by address; others are not taken
-    before `members_at`. `admitted`: nobody but itself has named it. Any thread may read the properties.
+    """A peer, and its `links` by rank. One not configured for good is forgotten at `forget_at`. `wanted`: the ranks that
+    this one connects to, once known. `members`: those that the leader names, by address; others are not taken before
+    `members_at`. `admitted`: its own hello introduced it. Any thread may read the properties.
     """
 
     name: str
@@ -258,16 +244,14 @@ class PeerInstance:
 
     @property
     def is_connected(self) -> bool:
-        """Whether any rank of it is ready."""
         return any(link.is_ready for link in self.links.values())
 
     @property
     def refusal(self) -> str:
-        """Why it cannot become ready before one side is started anew; empty if it can."""
+        """Why it cannot become ready before one side restarts; empty if it can."""
         return "; ".join(f"{link.address}: {link.problem}" for link in tuple(self.links.values()) if link.is_refused)
 
     @property
     def problem(self) -> str:
-        """Why it is not ready."""
         waiting = [link for link in tuple(self.links.values()) if not link.is_ready]
         return "; ".join(f"{link.address}: {link.problem}" for link in waiting) or "not all of its ranks are known"

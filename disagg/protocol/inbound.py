@@ -1,4 +1,4 @@
-"""Connections that were opened to this rank: those of peers, and, at a leader, those by which its instance's ranks join."""
+"""Connections that were opened to this rank, by peers and by the ranks that join their leader."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from disagg.protocol.types import PeerRank
 
 
 class Accepted(NamedTuple):
-    """The rank at the other end of a connection whose hello was accepted, and the hello's `epoch` and `dial`. `members` is
-    `Members.num_changes` as of the welcome.
-    """
+    """A connection whose hello was accepted. `members` is `Members.num_changes` as of the welcome."""
 
     connection: bytes
     peer: PeerRank
@@ -25,8 +23,6 @@ class Accepted(NamedTuple):
 
 
 class InboundConnections:
-    """Accepted connections, at most one for each rank."""
-
     def __init__(self) -> None:
         self._accepted: dict[bytes, Accepted] = {}
         self._newest: dict[PeerRank, Accepted] = {}
@@ -35,11 +31,10 @@ class InboundConnections:
         return self._accepted.get(connection)
 
     def of(self, peer: PeerRank) -> Accepted | None:
-        """The connection of a rank."""
         return self._newest.get(peer)
 
     def accept(self, connection: bytes, hello: Hello, *, members: int = 0) -> None:
-        """Record a connection whose hello was accepted, in place of its rank's earlier one."""
+        """Record a connection in place of its rank's earlier one."""
         peer = PeerRank(hello.instance, hello.rank)
         self.forget(connection)
         if peer in self._newest:
@@ -47,14 +42,13 @@ class InboundConnections:
         self._accepted[connection] = self._newest[peer] = Accepted(connection, peer, hello.epoch, hello.dial, members)
 
     def is_overtaken(self, connection: bytes, hello: Hello) -> bool:
-        """Whether the same process has already been accepted on a connection that it opened later. The hello is late then."""
+        """Whether the same process was already accepted on a connection that it opened later."""
         newest = self.of(PeerRank(hello.instance, hello.rank))
         if newest is None or newest.connection == connection:
             return False
         return newest.epoch == hello.epoch and hello.dial < newest.dial
 
     def forget(self, connection: bytes) -> Accepted | None:
-        """The connection has ended. Returns what it was, if it was accepted."""
         accepted = self._accepted.pop(connection, None)
         if accepted is not None:
             del self._newest[accepted.peer]
@@ -68,22 +62,18 @@ class InboundConnections:
 
 
 class Members:
-    """The ranks of this instance that this rank knows. They join at their leader, rank 0, which names them to peers; all others
-    know themselves only.
-
-    `own_key` is the public key of the instance's ranks, if they have keys.
+    """The ranks of this instance that this rank knows. They join at their leader, which names them to peers; the others know
+    only themselves. `own_key` is the public key of the instance's ranks, if they have keys.
     """
 
     def __init__(self, identity: Identity, own_key: str | None) -> None:
         self._identity = identity
         self.own_key = own_key
         self.by_rank = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
-        self._connections: dict[int, bytes] = {}  # of ranks that are connected
+        self._connections: dict[int, bytes] = {}  # of connected ranks
         self.num_changes = 0
-        """How often what `named` returns has changed."""
 
     def named(self) -> tuple[Member, ...]:
-        """The ranks that have joined, in order."""
         return tuple(self.by_rank[rank] for rank in sorted(self.by_rank))
 
     def missing(self) -> str:
@@ -95,7 +85,7 @@ class Members:
 
     def join(self, connection: bytes, user: str, hello: Hello) -> None:
         """Another rank of this instance joins. Raises `RemoteProtocolError` or `LayoutError` for one that may not, such as a
-        second process of one rank while the first is connected.
+        second process of a connected rank.
         """
         me = self._identity
         if self.own_key is not None and user != self.own_key:
@@ -119,13 +109,13 @@ class Members:
         self.by_rank[hello.rank] = member
 
     def leave(self, connection: bytes) -> None:
-        """A connection has ended. Its rank stays named, but another process may take its place."""
+        """Its rank stays named, but another process may take its place."""
         for rank in [rank for rank, found in self._connections.items() if found == connection]:
             del self._connections[rank]
 
 
 def check_dialable(address: str, whose: str) -> None:
-    """Raise `RemoteProtocolError` for an address from a peer that this rank could not connect to."""
+    """Raise `RemoteProtocolError` for a peer's address that this rank could not connect to."""
     try:
         dialable(address, what=whose)
     except ConfigError as error:

@@ -1,7 +1,6 @@
-"""The connections that one rank has opened: dialled, dropped, closed, and when each has something to do next.
+"""The connections that one rank has opened: dialled, dropped, closed, and when each is due.
 
-A leader names the ranks of its instance in each welcome. They are connected to a few in each turn: a leader may name thousands,
-and others each time.
+Only a few ranks that a leader names are connected to in each turn: it may name thousands, and others each time.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ from disagg.protocol.timers import Timers
 from disagg.protocol.types import PeerRank
 
 NUM_NEWEST = 8
-"""Effects among which a connection is looked for that was not opened yet."""
+"""The newest effects, among which `close` looks for a connection not opened yet."""
 MAX_CLOSED = 4096
 """Closed connections whose generation is remembered."""
 MAX_MOVED = 16
-"""Ranks that are connected to, or disconnected from, in one turn."""
+"""Ranks connected to, or disconnected from, in one turn."""
 CHANGE_S, MEMBER_S = 1.0, 0.01
-"""How long other members of a peer are not looked at after a change: in all, and for each that has changed."""
+"""After a change of its members, a peer's next change waits this long: in all, and for each member that changed."""
 
 
 class Links:
-    """Connections by the number under which they were dialled. `own` is the name of this rank's instance, `instances` are the
-    configured peers.
-    """
+    """Connections by dial number. `own` is the name of this rank's instance, `instances` are the configured peers."""
 
     def __init__(self, own: str, instances: dict[str, PeerInstance], effects: deque[PeerEffect]) -> None:
         self._own = own
@@ -42,12 +39,11 @@ class Links:
 
     @property
     def next_due(self) -> float:
-        """When one of them next has something to do; it may be earlier."""
+        """When a connection next has something to do; it may be earlier."""
         return self._timers.next
 
     @property
     def is_pending(self) -> bool:
-        """Whether `connect_some` has something to do."""
         return bool(self._pending)
 
     def __len__(self) -> int:
@@ -60,13 +56,12 @@ class Links:
         return self._by_dial.get(dial)
 
     def to(self, peer: PeerRank) -> PeerConnection | None:
-        """The connection to a rank, ready or not."""
         instance = self.instances.get(peer.instance)
         return instance.links.get(peer.rank) if instance is not None else None
 
     def open(self, instance: PeerInstance, address: str, rank: int, now: float) -> None:
-        """Connect to a rank of an instance. If this rank has closed a connection to the same process, another generation
-        begins, so that the process ends the earlier one as well, with its loans.
+        """Connect to a rank of an instance. After an earlier connection to the same process, this begins another generation,
+        so that the process ends the earlier one with its loans.
         """
         epoch, generation = self._closed.pop(PeerRank(instance.name, rank), (0, 0))
         link = PeerConnection(instance.name, address, rank, next(self._dials), generation, epoch, hello_at=now)
@@ -79,7 +74,7 @@ class Links:
         self.arm(link)
 
     def redial(self, instance: PeerInstance, link: PeerConnection) -> None:
-        """Open a connection anew: libzmq does not retry one that was refused, for instance because its key was not known."""
+        """Open a connection anew: libzmq does not retry one that was refused, for instance for an unknown key."""
         problem = link.problem
         if problem == NO_ANSWER and link.instance != self._own:
             problem = f"{NO_ANSWER}, {link.unanswered} hellos sent"
@@ -89,13 +84,12 @@ class Links:
         self._dial(instance, link)
 
     def close(self, instance: PeerInstance, link: PeerConnection, cause: str, *, expected: bool = False) -> None:
-        """Forget a connection."""
         self.drop(link, cause, expected=expected)
         del instance.links[link.rank]
         newest = itertools.islice(reversed(self._effects), NUM_NEWEST)
         asked = next((each for each in newest if isinstance(each, Connect) and each.dial == link.dial), None)
         self._forget(link)
-        if asked is not None:  # nothing is dialled for an instance that is rejected at once
+        if asked is not None:  # drop both effects: an instance rejected at once is never dialled
             self._effects.remove(asked)
             self._effects.pop()
         if link.epoch:
@@ -109,7 +103,7 @@ class Links:
         self._effects.append(Disconnect(link.dial))
 
     def drop(self, link: PeerConnection, cause: str, *, expected: bool = False) -> None:
-        """End this generation of a connection, if it was ready. The next hello begins another."""
+        """End this generation of a connection, if it was ready."""
         generation = link.generation
         if not link.drop(cause):
             return
@@ -118,7 +112,7 @@ class Links:
             self._effects.append(Lost(link.peer, link.epoch, generation, cause, expected))
 
     def _ask_leader(self, link: PeerConnection) -> None:
-        """A rank is not connected any more: its leader may know of another one in its place."""
+        """The leader may know another rank in this one's place."""
         instance = self.instances.get(link.instance)
         leader = instance.links.get(LEADER) if instance is not None else None
         if leader is not None and leader is not link and leader.is_ready:
@@ -126,21 +120,18 @@ class Links:
             self.arm(leader)
 
     def lose(self, link: PeerConnection, cause: str, now: float) -> None:
-        """Drop a connection, and greet again at once."""
         self.drop(link, cause)
         self.greet_soon(link, now)
 
     def greet_soon(self, link: PeerConnection, now: float) -> None:
-        """Send a hello on a connection at the next tick."""
         link.greet_soon(now)
         self.arm(link)
 
     def arm(self, link: PeerConnection) -> None:
-        """Note that a connection's times have changed."""
         self._timers.arm(link)
 
     def take_due(self, now: float) -> list[PeerConnection]:
-        """The connections that have something to do, to be armed again."""
+        """The connections that are due. The caller arms them again."""
         due = list[PeerConnection]()
         while (link := self._timers.pop(now)) is not None:
             assert isinstance(link, PeerConnection)
@@ -150,12 +141,12 @@ class Links:
     # -- the ranks that leaders name ---------------------------------------------------------------------------------
 
     def take_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
-        """Take the ranks that a leader names in its welcome, of those that this one connects to. It names them in each."""
+        """Take the members of a leader's welcome that this rank connects to."""
         wanted = instance.wanted or frozenset()
         named = {member.address: member.rank for member in members if member.rank in wanted - {LEADER}}
         if named == instance.members:
             return
-        if now < instance.members_at:  # the leader takes these for known now: ask for them anew
+        if now < instance.members_at:  # the leader will not repeat them in a renewal: ask for them later
             leader = instance.links[LEADER]
             leader.ask_by(instance.members_at)
             self.arm(leader)

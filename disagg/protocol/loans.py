@@ -1,13 +1,12 @@
 """Loans of staging slots: which slots of a receiver each of its writers may fill now.
 
-Slots belong to the receiver, and to no peer. Each loan of a slot has a number of its own and is used once: the writer fills the
-slot and reports it until the receiver says that it knows; the receiver unpacks the slot, which is then free for anybody. A
-`Lend` lists every loan to a writer that the receiver takes for unfilled, so it may be lost, repeated and overtaken; it is
-repeated while there are any. What the receiver does not list any more has arrived.
+Each loan has its own number and is used once. The writer fills the slot and reports it until a `Lend` no longer lists the
+loan; the receiver unpacks the slot, which is then free for any writer. A `Lend` lists every loan that the receiver takes for
+unfilled, and is repeated while there are any, so it may be lost, repeated or overtaken.
 
-A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them. So one alone gets a
-window, many share, and what a writer never returns costs the others no more than that. Writers that wait are served in turn,
-with a batch of slots at a time if they hold some: each message costs both sides as much as copying several slots.
+A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them. So a slot that is
+never returned costs the others little. Waiting writers are served in turn, a batch at a time: a message costs as much as
+copying several slots.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from disagg.protocol.types import (
 
 
 class HeldLoans(Protocol):
-    """The loans of one receiver that its writer holds. See `disagg.transfer.staging.Loans`."""
+    """See `disagg.transfer.staging.Loans`."""
 
     seen: int
 
@@ -46,19 +45,17 @@ class HeldLoans(Protocol):
     def wanted(self) -> int: ...
     def listed(self, loans: Sequence[tuple[int, int]], newest: int, /) -> tuple[int, ...]:
         """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError`, with nothing
-        changed, for a list that cannot be.
+        changed, for an impossible list.
         """
 
     def give_back(self) -> tuple[int, ...]: ...
 
 
 NUMBERS_OF_PROCESS = 1 << 32
-"""Loans are numbered from a random multiple of this on, so that a number of another process is not taken for one's own."""
+"""Loans are numbered from a random multiple of this, so that another process's number is not taken for one of these."""
 
 
 class Slots(Protocol):
-    """The slots that a receiver lends."""
-
     slot_nbytes: int
     window: int
     batch: int
@@ -67,16 +64,16 @@ class Slots(Protocol):
     @property
     def num_free(self) -> int: ...
     def take(self) -> int:
-        """The address of a free slot; `num_free` says that there is one."""
+        """The address of a free slot. Call it only if `num_free` is above 0."""
 
     def give_back(self, address: int, /) -> None:
-        """Nobody writes to a slot any more."""
+        """Nobody writes to the slot any more."""
 
     def replace(self, address: int, /) -> bool:
-        """A slot may still be written: let another address take its place. Returns whether there is one."""
+        """The slot may still be written: put another address in its place. Returns whether there is one."""
 
     def renew(self, address: int, /) -> None:
-        """Nobody writes to a slot that was replaced: it may take the place of another."""
+        """Nobody writes to a replaced slot any more: it may replace another."""
 
 
 @dataclass(eq=False)
@@ -102,7 +99,7 @@ class Account:
 
 
 class Lender:
-    """The receiver's side of one rank. `draw` returns that many random bits. Nothing is sent before `flush`."""
+    """The receiver's side. `draw` returns that many random bits. Nothing is sent before `flush`."""
 
     def __init__(
         self,
@@ -115,11 +112,10 @@ class Lender:
         self._effects = effects
         self._limits = limits or Limits()
         self.next_tick = NEVER
-        """When `tick` next has something to do; it may be earlier."""
         self._slots = slots
         self._numbers = itertools.count(draw(30) * NUMBERS_OF_PROCESS + 1)
         self._accounts: dict[PeerRank, Account] = {}
-        self._retired: list[Account] = []  # of ended connections, with slots that are being unpacked
+        self._retired: list[Account] = []  # of ended connections, with slots being unpacked
         self._waiting: deque[Account] = deque()
         self._changed: dict[Account, None] = {}
         self._lost: dict[tuple[PeerRank, int], dict[int, bool]] = {}  # by address: whether it was replaced
@@ -141,8 +137,8 @@ class Lender:
         return f"{lost} of {total} staging slots may still be written by peers that are gone" if 2 * lost > total else ""
 
     def open(self, peer: PeerRank, epoch: int, generation: int) -> Lending | None:
-        """The terms for a connection, or `None` if this rank lends nothing. Loans to an earlier connection are void: its late
-        writes may still come.
+        """The terms for a connection, or `None` if this rank lends nothing. Loans to an earlier connection are void, but its
+        late writes may still come.
         """
         if self._slots is None:
             return None
@@ -155,7 +151,7 @@ class Lender:
         return Lending(slot_nbytes=self._slots.slot_nbytes, first=account.first)
 
     def ahead(self, peer: PeerRank) -> None:
-        """Lend some slots to a writer that has been asked for bytes, if it holds none, while most are free."""
+        """While most slots are free, lend some to a writer that has been asked for bytes and holds none."""
         account = self._accounts.get(peer)
         if account is None or self._slots is None or account.num_held:
             return
@@ -163,7 +159,7 @@ class Lender:
             self._lend(account, max(1, self._slots.batch // 2))
 
     def on_borrow(self, peer: PeerRank, message: Borrow) -> None:
-        """A writer could fill `wanted` slots more than those that it had seen, and gives others back."""
+        """A writer could fill `wanted` slots beyond those it had seen, and gives others back."""
         account = self._accounts.get(peer)
         if account is None or self._slots is None:
             return
@@ -176,12 +172,12 @@ class Lender:
         if account.wants and account not in self._waiting:
             self._waiting.append(account)
         if message.wanted:
-            self._changed[account] = None  # it asks until it is told
+            self._changed[account] = None  # it asks until it gets an answer
         self._serve()
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None]) -> None:
-        """Unpack a slot into the session that `begin` returns, or free it at once if that is `None`. A loan that was reported
-        before, or that the writer does not have, changes nothing.
+        """Unpack a slot into the session that `begin` returns; `None` frees it at once. A loan that was reported before, or
+        that the writer does not have, changes nothing.
         """
         account = self._accounts.get(peer)
         if account is None or self._slots is None:
@@ -213,7 +209,6 @@ class Lender:
         self._serve()
 
     def _serve(self) -> None:
-        """Lend to the writers that wait, in turn."""
         assert self._slots is not None
         for _ in range(len(self._waiting)):
             if not self._slots.num_free:
@@ -228,7 +223,7 @@ class Lender:
         slots = self._slots
         assert slots is not None
         held, free = account.num_held, slots.num_free
-        # With each slot the writer holds one more, and one less is free.
+        # Each loan adds one to `held` and takes one from `free`.
         allowed = min(count, slots.window - held, (2 * free - held + 2) // 3)
         if held and allowed < min(count, slots.batch):
             return 0
@@ -239,19 +234,19 @@ class Lender:
         return max(allowed, 0)
 
     def peer_lost(self, peer: PeerRank, epoch: int, generation: int) -> None:
-        """That generation of the connection to a rank at that epoch has ended. Loans to a later one stay."""
+        """A generation of the connection has ended. Loans to a later one stay."""
         account = self._accounts.get(peer)
         if account is not None and account.epoch == epoch and account.generation <= generation:
             self._retire(self._accounts.pop(peer))
 
     def forget(self, instance: str) -> None:
-        """An instance is not known any more. A rank that said hello may never have been connected, and is not lost then."""
+        """An instance is unknown now. Its ranks that were never connected were not reported as lost."""
         for peer in [peer for peer in self._accounts if peer.instance == instance]:
             self._retire(self._accounts.pop(peer))
 
     def _retire(self, account: Account) -> None:
-        """Slots that a connection may still write to are not lent again before `peer_quiet`, which may never come. Other
-        addresses take their place, as long as there are any.
+        """Do not lend slots that a connection may still write to before `peer_quiet`, which may never come. Other addresses
+        replace them, as long as there are any.
         """
         assert self._slots is not None
         self._changed.pop(account, None)
@@ -266,7 +261,7 @@ class Lender:
         self._serve()
 
     def peer_quiet(self, peer: PeerRank, epoch: int) -> None:
-        """A rank that was lost at that epoch is proved to write no more."""
+        """A rank lost at that epoch is proved to write no more."""
         for address, replaced in self._lost.pop((peer, epoch), {}).items():
             assert self._slots is not None
             (self._slots.renew if replaced else self._slots.give_back)(address)
@@ -274,7 +269,7 @@ class Lender:
             self._serve()
 
     def tick(self, now: float) -> None:
-        """List the loans of writers again that have not filled them: that message may be lost, or their answer."""
+        """List unfilled loans again: the message or its answer may be lost."""
         if now < self.next_tick:
             return
         self.next_tick = NEVER
@@ -293,7 +288,6 @@ class Lender:
             self.next_tick = min(self.next_tick, account.retry_at)
 
     def _list(self, account: Account, now: float) -> None:
-        """Send a writer the list of its loans, and note when to do so again."""
         account.retry_at = NEVER
         if account.unfilled:
             back_off(account, self._limits, now)
@@ -313,17 +307,17 @@ class _Repeated(Generic[M]):
 
 
 class Borrower:
-    """The writer's side of one rank. Nothing is sent before `flush`."""
+    """The writer's side. Nothing is sent before `flush`."""
 
     def __init__(self, *, limits: Limits, effects: deque[Effect]) -> None:
         self._limits = limits
         self._effects = effects
         self._outbox: list[tuple[PeerRank, SlotsFilled | Borrow]] = []
         self._reported: dict[PeerRank, dict[int, _Repeated[SlotsFilled]]] = {}
-        self._wishes: dict[PeerRank, _Repeated[Borrow]] = {}  # of which the receiver may still know
+        self._wishes: dict[PeerRank, _Repeated[Borrow]] = {}  # that the receiver may still know
 
     def report(self, peer: PeerRank, key: RequestKey, nonce: int, filled: Filled, now: float) -> None:
-        """Report a filled slot to its receiver, until that lists its loan no more."""
+        """Report a filled slot until the receiver no longer lists its loan."""
         message = SlotsFilled(**ids(key), nonce=nonce, slots=(filled,))
         repeated = self._reported.setdefault(peer, {})[filled.loan] = _Repeated(message)
         back_off(repeated, self._limits, now)
@@ -341,9 +335,9 @@ class Borrower:
             self._ask(peer, Borrow(wanted=0, seen=loans.seen, returned=returned), now)
 
     def take(self, lent: TakeLoans, loans: HeldLoans, now: float, *, is_open: bool) -> None:
-        """Take the loans that a receiver has listed. Those that were given back are given back again: that message was lost or
-        is late. All go back unless a request `is_open`. If there are not enough, the receiver is asked once more after a while:
-        an earlier message may be lost. Raises `RemoteProtocolError` as `HeldLoans.listed` does.
+        """Take the loans that a receiver has listed. Loans given back before are given back again, since that message was
+        lost or is late. All go back unless a request `is_open`. If there are too few, ask once more after a while. Raises
+        `RemoteProtocolError` as `HeldLoans.listed` does.
         """
         forgotten = loans.listed(lent.loans, lent.newest)
         if not is_open:
@@ -354,13 +348,12 @@ class Borrower:
             self._repeat(lent.peer, Borrow(wanted=loans.wanted, seen=loans.seen), now)
 
     def _repeat(self, peer: PeerRank, message: Borrow, now: float) -> None:
-        """Send a request after a while, until it is answered."""
         repeated = self._wishes[peer] = _Repeated(message)
         back_off(repeated, self._limits, now)
 
     def _ask(self, peer: PeerRank, message: Borrow, now: float) -> None:
-        """Send a request, and again until it is answered if it wants slots. The receiver lists those that are not given back,
-        until they are.
+        """Send a request, and resend it until answered if it wants slots. Returned loans are not repeated here: the receiver
+        lists those that it has not got back, and `take` returns them again.
         """
         self._wishes.pop(peer, None)
         if message.wanted:
@@ -368,7 +361,6 @@ class Borrower:
         self._outbox.append((peer, message))
 
     def on_lend(self, peer: PeerRank, message: Lend) -> None:
-        """The loans of a receiver, of which some may be new. Filled ones that it does not list have arrived."""
         reported = self._reported.get(peer)
         if reported:
             listed = {number for number, _ in message.loans}
@@ -382,7 +374,6 @@ class Borrower:
         self._effects.append(TakeLoans(peer, message.loans, message.newest))
 
     def peer_lost(self, peer: PeerRank) -> None:
-        """A rank is gone: nothing more is sent to it."""
         self._reported.pop(peer, None)
         self._wishes.pop(peer, None)
 
@@ -392,7 +383,6 @@ class Borrower:
         yield from self._wishes.items()
 
     def tick(self, now: float) -> None:
-        """Repeat the messages that were not answered."""
         for peer, repeated in self._repeated():
             if now >= repeated.retry_at:
                 back_off(repeated, self._limits, now)

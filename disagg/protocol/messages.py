@@ -1,8 +1,7 @@
-"""The control messages, as typed values, and their bytes.
+"""The control messages as typed values, and their bytes: MessagePack maps with a `type` tag.
 
-MessagePack maps with a `type` tag. Evolution: a new field has a default; a field is never renamed, retyped or reused;
-unknown fields are ignored; a change that an old peer cannot ignore raises `PROTOCOL_VERSION`. Decoding is total: any
-bytes give a message or `RemoteProtocolError`, within bounds on size and nesting.
+docs/protocol.md has the rules of evolution. Decoding is total: any bytes give a message or `RemoteProtocolError`, within
+bounds on size and nesting.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from disagg.core.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 PROTOCOL_VERSION = 6
 
 MAX_MESSAGE_NBYTES = 64 << 20
-"""A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
+"""Fits a hello's table of thousands of ranks, or a reserve of a few million pages."""
 MAX_PLAIN_NBYTES = 1 << 20
-"""Limit on messages that hold values rather than byte strings: each byte of them may become an object."""
+"""The limit on messages that hold values, not byte strings: each byte may become an object."""
 MAX_ITEMS, MAX_COMPONENTS = 1 << 16, 1 << 12
 MAX_PAYLOAD_NBYTES = 1 << 16
 MAX_SECONDS = 3600
@@ -39,7 +38,6 @@ _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 ByComponent = Annotated[dict[Name, _T], msgspec.Meta(max_length=MAX_COMPONENTS)]
 Verify = Literal["off", "full"]
-"""How much of a request the two sides compare by checksums."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
@@ -47,7 +45,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True, omit_
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One rank of an instance and the address of its control channel."""
+    """A rank of an instance and the address of its control channel."""
 
     rank: Small
     address: Name
@@ -58,9 +56,7 @@ SlotAddress = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class Lending(msgspec.Struct, frozen=True):
-    """What a rank lends to its writers: staging slots of `slot_nbytes`. Loans up to number `first` are of earlier
-    connections.
-    """
+    """A rank lends its writers staging slots of `slot_nbytes`. Loans up to number `first` are of earlier connections."""
 
     slot_nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     first: Nonce
@@ -155,7 +151,7 @@ class SlotRow(msgspec.Struct, frozen=True, tag="slot", tag_field="kind"):
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
-    """Base of the messages about one attempt of one request. `nonce` is that of its reserve."""
+    """Base of the messages about one attempt of a request. `nonce` is that of its reserve."""
 
     request_id: RequestId
     attempt: Small
@@ -200,7 +196,7 @@ class Busy(Message, frozen=True, tag="busy", kw_only=True):
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
-    """What the writer was elected for of one component, in `layers` (`None`: all) and tokens `[start, stop)`."""
+    """What the writer has sent of its share of a component, in `layers` (`None`: all) and tokens `[start, stop)`."""
 
     chunk: Small
     component: Name
@@ -230,8 +226,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
-    """Checksums modulo 2**64 of what a writer has sent of a component, little-endian uint64: one for each layer that the
-    receiver's rank takes, in ascending order, and one for each checked page of its need, in order. Those of parts add up.
+    """Checksums modulo 2**64 of what a writer has sent of a component, as little-endian uint64: one per layer that the
+    receiver's rank takes, ascending, and one per checked page of its need, in order. Those of parts add up.
     """
 
     component: Name
@@ -324,28 +320,23 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class _Tag(msgspec.Struct):
-    """The type of a message; all else is skipped."""
-
     type: str
 
 
 _TAG_DECODER = msgspec.msgpack.Decoder(_Tag)
 _LARGE = {"hello": 8 << 20, "welcome": MAX_MESSAGE_NBYTES, "reserve": MAX_MESSAGE_NBYTES, "complete": 16 << 20}
-"""Limits on messages whose bulk is in byte strings: tables, page ids, checksums."""
+"""Limits on messages whose bulk is byte strings: tables, page ids, checksums."""
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 MESSAGE_TYPES = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyMessage))
-"""The tags of all messages."""
 
 
 def message_type(message: Message) -> str:
-    """The tag of a message."""
     return str(message.__struct_config__.tag)
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message."""
     return _ENCODER.encode(message)
 
 
@@ -365,18 +356,16 @@ def decode(data: bytes) -> AnyMessage:
 
 
 _IDS = np.dtype("<i4")
-"""Page ids, as a message has them."""
 
 
 def pack_rows(rows: Rows) -> PagesRow | SlotRow:
-    """Rows for a reserve."""
     if isinstance(rows, Slot):
         return SlotRow(rows.id)
     return PagesRow(rows.ids.astype(_IDS).tobytes(), rows.first_token)
 
 
 def unpack_rows(row: PagesRow | SlotRow) -> Rows:
-    """Rows of a reserve. Raises `RemoteProtocolError` for bytes that are not page ids."""
+    """Raises `RemoteProtocolError` for bytes that are not page ids."""
     if isinstance(row, SlotRow):
         return Slot(row.id)
     if len(row.ids) % 4:

@@ -21,14 +21,14 @@ CONTRADICTION = "this attempt is already reserved, with another nonce or other c
 
 
 def add(counts: Counter[K], key: K, number: int) -> None:
-    """Add to a count. A count of zero is not kept: names come and go."""
+    """A count of zero is not kept: names come and go."""
     counts[key] += number
     if not counts[key]:
         del counts[key]
 
 
 def refusal(message: Reserve, reason: str) -> tuple[Abort, Drained]:
-    """The answer to a reserve of which nothing was written, nor will be."""
+    """The answer to a reserve of which nothing was or will be written."""
     named = ids(key_of(message))
     return Abort(**named, nonce=message.nonce, reason=reason, from_writer=True), Drained(
         **named, nonce=message.nonce, reason=reason
@@ -40,9 +40,7 @@ Early = Reserve | Abort | Decline
 
 
 class Parked:
-    """Reserves and declines without a sender yet, and aborts that overtook their reserve; bounded in number and bytes per
-    instance. Reserves count in `num_reserved`, by rank.
-    """
+    """Early messages, bounded in number and bytes per instance. Reserves count in `num_reserved`, by rank."""
 
     def __init__(self, limits: Limits, num_reserved: Counter[PeerRank]) -> None:
         self._limits = limits
@@ -72,7 +70,7 @@ class Parked:
         return True
 
     def answer(self, peer: PeerRank, message: Reserve, now: float) -> tuple[Abort | Drained | Busy, ...]:
-        """Park a reserve. Returns the messages to answer, if it contradicts the parked one or there is no room."""
+        """Park a reserve. Returns the answer if it contradicts the parked one or there is no room."""
         key = key_of(message)
         parked = self.get(peer, key)
         if parked is not None:
@@ -98,7 +96,6 @@ class Parked:
         return whose, RequestKey(request_id, newest)
 
     def take(self, key: RequestKey) -> list[tuple[PeerRank, Early]]:
-        """Take everything that is parked for an attempt."""
         found = [(peer, message) for (peer, of), message in self._messages.get(key.request_id, {}).items() if of == key]
         for peer, _ in found:
             self.drop(peer, key)
@@ -112,7 +109,6 @@ class Parked:
                 del self._messages[key.request_id]
 
     def _add(self, peer: PeerRank, message: Early, sign: int) -> None:
-        """Count a message, or no longer."""
         add(self._count, peer.instance, sign)
         add(self._nbytes, peer.instance, sign * _nbytes(message))
         add(self._num_reserved, peer, sign * isinstance(message, Reserve))
@@ -130,7 +126,7 @@ class Parked:
         return next(iter(self._order.values()), NEVER)
 
     def expire(self, now: float) -> Iterator[tuple[PeerRank, Early]]:
-        """Remove the messages that have been parked for too long, and return them."""
+        """Remove and yield the messages that have been parked for too long."""
         while self._order:
             (key, peer), expires = next(iter(self._order.items()))
             if now < expires:
@@ -140,7 +136,6 @@ class Parked:
 
 
 def _nbytes(message: Early) -> int:
-    """The approximate size of a parked message in memory."""
     match message:
         case Reserve():
             ids_nbytes = sum(len(row.ids) for row in message.rows.values() if isinstance(row, PagesRow))

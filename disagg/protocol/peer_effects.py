@@ -19,7 +19,7 @@ class Undecided(DisaggError):
 
 
 MAX_HEARTBEAT_S = 1_000_000
-"""Limit on the times of heartbeats: libzmq counts milliseconds in 32 bits."""
+"""libzmq counts milliseconds in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ class Identity:
 
 
 class SendHello(NamedTuple):
-    """Effect: send a hello on connection `dial`, the number of a connection among all that this rank has opened. `again`: ask
-    for one in return.
-    """
+    """Effect: send a hello on connection `dial`. `again`: ask for one in return."""
 
     dial: int
     generation: int = 0
@@ -97,7 +95,7 @@ class SendTo(NamedTuple):
 
 
 class ReplyOn(NamedTuple):
-    """Effect: send a message back on a connection that a peer opened."""
+    """Effect: reply on a connection that a peer opened."""
 
     connection: bytes
     message: Message
@@ -118,13 +116,13 @@ class Disconnect(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Effect: find out whether anybody listens at the other end of a connection that this rank opened, without waiting."""
+    """Effect: find out, without waiting, whether anybody listens at the other end of a connection."""
 
     dial: int
 
 
 class Forgotten(NamedTuple):
-    """Effect: an instance is not a peer any more, for the reason `cause`."""
+    """Effect: an instance is not a peer any more."""
 
     instance: str
     cause: str
@@ -146,8 +144,8 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Effect: this generation of the connection to a rank at this epoch has ended, for the reason `cause`. `expected`: the
-    rank said goodbye, or this side forgets its instance.
+    """Effect: this generation of the connection to a rank has ended. `expected`: the rank said goodbye, or this side forgets
+    its instance.
     """
 
     peer: PeerRank

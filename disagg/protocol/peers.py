@@ -1,16 +1,9 @@
-"""The peer table: configured instances, their ranks, handshakes and liveness. No I/O and no clock.
+"""The peer table: configured instances, handshakes with their ranks, and liveness. No I/O and no clock.
 
-A rank connects to the leader of a peer instance and to the ranks that it exchanges bytes with; a leader connects to all. It
-sends `hello`. The answer is `welcome`, `busy` or `reject` on the same connection, which then carries all other messages to that
-rank. Messages from a peer count only after its hello was accepted. A leader's welcome names the other ranks of its instance. A
-restarted rank has a new epoch; connections of the old epoch stay closed.
-
-A peer lives as long as the connection that it opened to this rank: libzmq pings it, whatever the peer's interpreter does. Once
-that connection has ended, this rank asks the peer for another, and waits `CLOSED_GRACE_S` for it. The sessions send again what
-was lost with the first.
-
-The name of a rank belongs to one process at a time. Another that says hello under it is refused while the first is connected.
-What answers at a configured address has the name in any case.
+Messages from a peer count only after its hello was accepted. A peer lives as long as the connection that it opened to this
+rank: libzmq pings it, even while the peer's interpreter is busy. Once that connection has ended, the peer has
+`CLOSED_GRACE_S` to open another; the sessions resend what was lost. A name belongs to one process at a time, as
+docs/protocol.md says.
 """
 
 from __future__ import annotations
@@ -41,35 +34,32 @@ from disagg.protocol.peer_effects import (
 from disagg.protocol.types import NEVER, PeerRank
 
 RECONNECT_AFTER = 4
-"""Unanswered hellos before the connection is reopened."""
 MIN_RETRY_S = 0.01
-"""The soonest that a busy peer gets a hello again."""
+"""The shortest wait before a busy peer gets another hello."""
 CLOSED_GRACE_S = 0.5
-"""How long a peer may take to connect again after its connection has ended."""
 ASK_AGAIN_S = 0.1
-"""How often it is asked for that: what is sent on a connection that has ended as well, unnoticed, is lost."""
+"""The interval of hellos that ask a peer to connect again: one that is sent on a dead connection is lost."""
 FORGET_CHECK_S = 0.5
-"""How often absent instances are looked for."""
 NUM_PHASES = 16
-"""Renewals of connections differ in their period, so that those of a thousand peers do not come at once."""
+"""Renewal periods differ by connection, so that a thousand peers are not renewed at once."""
 MAX_ADMITTED = 1024
-"""Instances that are not configured for good, before no more are admitted."""
+"""The limit on instances that are not configured for good."""
 GREET_AGAIN_S = 5.0
-"""A hello that is due later than this waits because the peer has refused the last one."""
+"""A hello due later than this waits because the peer has refused the last one."""
 HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
-"""Validates a configured peer's hello and returns the welcome. Raises `DisaggError` to reject it for good, `Undecided` to be
-asked again.
+"""Returns the welcome for a configured peer's hello. Raises `DisaggError` to reject it for good, `Undecided` to be asked
+again.
 """
 Admit = Callable[[str, str, str], bool]
-"""Whether an instance of that name, leader's address and public key (empty: without keys) may connect."""
+"""Whether an instance with this name, leader's address and public key (empty: without keys) may connect."""
 WelcomeValidator = Callable[[Welcome], tuple[int, frozenset[int]]]
-"""Validates a welcome and returns the peer's number of ranks, and those that this rank connects to, its leader among them.
-Raises as a `HelloAcceptor` does.
+"""Returns the peer's number of ranks, and those that this rank connects to, the leader among them. Raises as a
+`HelloAcceptor` does.
 """
 
 
 class NotConfigured(RemoteProtocolError):
-    """A hello comes from an instance that nobody has configured here, perhaps not yet."""
+    """The instance of a hello is not configured here, perhaps not yet."""
 
 
 class PeerTable:
@@ -102,9 +92,9 @@ class PeerTable:
     # -- configuration -----------------------------------------------------------------------------------------------
 
     def add_peer(self, name: str, address: str, public_key: str | None, now: float, *, lasting: bool = True) -> None:
-        """Configure an instance by the address of its leader. A new address or key replaces the connections. Ranks that
-        restarted and sent hello before this side knew their new address stay accepted. An instance that is not `lasting` is
-        forgotten once it has been away for too long.
+        """Configure an instance by the address of its leader. A new address or key replaces the connections; with the same
+        key, ranks stay accepted at epochs that this side does not know yet. An instance that is not `lasting` is forgotten
+        after an absence.
         """
         known = self.instances.get(name)
         lasting = lasting or (known is not None and known.forget_at == NEVER)
@@ -120,19 +110,19 @@ class PeerTable:
         self._links.open(instance, address, LEADER, now)
 
     def remove_peer(self, name: str, cause: str) -> None:
-        """Forget an instance: its requests end, and its ranks are not accepted any more."""
+        """Forget an instance: its requests end, and its ranks are refused."""
         self._drop_instance(name, cause, None)
         self.effects.append(Forgotten(name, cause))
 
     def _drop_instance(self, name: str, cause: str, epochs: Set[int] | None) -> None:
-        """Close the connections to an instance. Its ranks at `epochs` (`None`: at any) are not accepted any more."""
+        """Close the connections to an instance, and forget its ranks at `epochs` (`None`: at any)."""
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
             self._links.close(instance, link, cause, expected=True)
         self._inbound.forget_instance(name, epochs)
 
     def _add_unknown(self, hello: Hello, user: str, now: float) -> bool:
-        """Add an instance that nobody configured, if the server admits it. Raises `RemoteProtocolError` for too many."""
+        """Add an unconfigured instance if the server admits it. Raises `RemoteProtocolError` for too many."""
         if self._admits is None or hello.leader is None:
             return False
         if sum(instance.forget_at < NEVER for instance in self.instances.values()) >= MAX_ADMITTED:
@@ -151,7 +141,6 @@ class PeerTable:
             self.remove_peer(name, "its hello was rejected")
 
     def _forget_absent(self, now: float) -> None:
-        """Forget the instances that are not lasting and have been away for too long."""
         for instance in [each for each in self.instances.values() if each.forget_at < NEVER]:
             if instance.is_connected:
                 instance.forget_at = now + self._limits.forget_s
@@ -159,12 +148,11 @@ class PeerTable:
                 self.remove_peer(instance.name, f"it has been away for {self._limits.forget_s} s")
 
     def set_leader(self, address: str) -> None:
-        """The leader of this instance is known now. `join` connects to it."""
+        """Set the leader of this instance. `join` connects to it."""
         self._siblings = PeerInstance(self.identity.instance, address, self.members.own_key)
 
     @property
     def leader_address(self) -> str | None:
-        """The control address of this instance's leader, once it is known."""
         if self.identity.leader:
             return self.identity.address
         return None if self._siblings is None else self._siblings.address
@@ -181,14 +169,14 @@ class PeerTable:
             link.cannot_dial(problem, RECONNECT_AFTER)
 
     def on_gone(self, dial: int, cause: str) -> None:
-        """Nobody is at the other end of a connection: its host refuses it, or its host's name is not known."""
+        """Nobody is at the other end: the host refuses the connection, or its name is unknown."""
         link = self._links.get(dial)
         if link is not None and self._may_be_gone(link):
             self.remove_peer(link.instance, cause)
 
     def _may_be_gone(self, link: PeerConnection) -> bool:
-        """Whether the instance is forgotten if nobody is at the other end: that is its leader's, and the instance is not
-        configured for good, not ready, and not connected to this rank.
+        """Whether the instance is forgotten if nobody is at the other end. That holds for a leader whose instance is not
+        configured for good, and that is neither ready nor connected to this rank.
         """
         instance = self._instance_of(link)
         is_passing = instance.forget_at < NEVER and link.address == instance.address
@@ -208,12 +196,11 @@ class PeerTable:
         return len(self._links)
 
     def expected_at(self, dial: int) -> PeerRank | None:
-        """The rank that a connection leads to; `None` if the connection is not known any more."""
+        """The rank that a connection leads to; `None` for an unknown connection."""
         link = self._links.get(dial)
         return link.peer if link is not None else None
 
     def link(self, peer: PeerRank) -> PeerConnection | None:
-        """The ready connection to a rank."""
         link = self._links.to(peer)
         return link if link is not None and link.is_ready else None
 
@@ -227,7 +214,7 @@ class PeerTable:
     # -- connections that peers opened -------------------------------------------------------------------------------
 
     def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
-        """Take a message from a connection that a peer opened. Returns its rank if the message is for the sessions."""
+        """Take a message from a connection that a peer opened. Returns the peer if the message is for the sessions."""
         if isinstance(message, Hello):
             self._on_hello(connection, user, message, now)
             return None
@@ -245,7 +232,7 @@ class PeerTable:
         return None if isinstance(message, Welcome | Reject) else accepted.peer
 
     def on_closed(self, connection: bytes, now: float) -> PeerRank | None:
-        """A connection that a peer opened has ended. Returns the rank of that peer, if it was accepted."""
+        """A connection that a peer opened has ended. Returns the peer, if it was accepted."""
         self.members.leave(connection)
         accepted = self._inbound.forget(connection)
         if accepted is None:
@@ -257,7 +244,7 @@ class PeerTable:
         return accepted.peer
 
     def on_ended(self, peer: PeerRank, epoch: int, now: float) -> None:
-        """The process of a rank at this epoch is proved to have ended. What it sent and is read from now on counts no more."""
+        """The process of a rank at this epoch is proved to have ended. What it sent is not accepted from now on."""
         accepted, link = self._inbound.of(peer), self.link(peer)
         if accepted is not None and accepted.epoch == epoch:
             self._inbound.forget(accepted.connection)
@@ -265,7 +252,7 @@ class PeerTable:
             self._links.lose(link, "its process has ended", now)
 
     def on_unreachable(self, peer: PeerRank, cause: str, now: float) -> None:
-        """The engine's connection to a rank is broken. Both sides end what they have with each other, and connect anew."""
+        """The engine's connection to a rank is broken. Both sides end what they share, and connect anew."""
         link = self.link(peer)
         if link is not None:
             self._links.lose(link, cause, now)
@@ -280,7 +267,6 @@ class PeerTable:
     # -- hellos of peers: who is admitted, under whose name, and which answer each gets --------------------------------
 
     def _on_hello(self, connection: bytes, user: str, hello: Hello, now: float) -> None:
-        """Answer a hello on a connection that a peer opened."""
         try:
             if hello.version != PROTOCOL_VERSION:
                 peer = PeerRank(hello.instance, hello.rank)
@@ -311,7 +297,7 @@ class PeerTable:
         except LayoutError as error:
             self._reject(connection, str(error), final=True)
             return
-        if hello.peer_epoch != self.identity.epoch:  # its generation counts for an earlier process than this one
+        if hello.peer_epoch != self.identity.epoch:  # its generation counts for an earlier process
             hello = msgspec.structs.replace(hello, generation=0)
         try:
             welcome = self._accept_hello(hello, self.members.named)
@@ -328,8 +314,8 @@ class PeerTable:
         self.effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
 
     def _is_for_another(self, connection: bytes, hello: Hello) -> bool:
-        """Reject a hello to another rank: accepted, it would take the place of the connection that the same process has opened
-        to this rank by its right name.
+        """Reject a hello meant for another rank. If accepted, it would replace the connection that the same process opened
+        under the right name.
         """
         me = self.identity
         if hello.to is None or hello.to == me.peer:
@@ -339,8 +325,8 @@ class PeerTable:
         return True
 
     def _admit(self, user: str, hello: Hello, now: float) -> None:
-        """Check that a hello comes from a peer that is configured, or that the server admits. Raises `RemoteProtocolError` with
-        a reason that may pass.
+        """Check that the peer is configured or admitted, and its name free. Raises `RemoteProtocolError` for a reason that
+        may pass.
         """
         peer = PeerRank(hello.instance, hello.rank)
         if hello.instance not in self.instances and not self._add_unknown(hello, user, now):
@@ -358,7 +344,6 @@ class PeerTable:
             )
 
     def _on_renew(self, connection: bytes, accepted: Accepted, now: float) -> None:
-        """Answer a peer whose hello on this connection was accepted, and still holds."""
         if accepted.members != self.members.num_changes:
             reason = f"the ranks of {self.identity.instance!r} have changed: send hello"
             self.effects.append(ReplyOn(connection, Reject(field="members", reason=reason, hello_first=True)))
@@ -370,7 +355,7 @@ class PeerTable:
         self.effects.append(ReplyOn(connection, Renew()))
 
     def _greet_again(self, peer: PeerRank, now: float) -> None:
-        """A peer that had refused this rank for a reason that may pass says hello: ask it again, whatever it gets itself."""
+        """A peer says hello: if it had refused this rank for a reason that may pass, ask it again."""
         link = self._links.to(peer)
         if link is None:
             return
@@ -379,7 +364,6 @@ class PeerTable:
             self._links.greet_soon(link, now)
 
     def _on_accepted(self, hello: Hello, now: float) -> None:
-        """A hello of a peer was accepted: see whether its process, or the generation of the connection, is new."""
         link = self._links.to(PeerRank(hello.instance, hello.rank))
         if link is None:
             return
@@ -395,7 +379,7 @@ class PeerTable:
             self._links.greet_soon(link, now)
 
     def _confirm(self, link: PeerConnection, now: float) -> None:
-        """A connection that the peer opened is there: it is not lost, or it is greeted in return."""
+        """The peer has a connection to this rank: note that, or greet it in return."""
         if link.is_ready:
             link.confirm()
         elif not link.is_refused:
@@ -408,15 +392,14 @@ class PeerTable:
     # -- connections that this rank opened ---------------------------------------------------------------------------
 
     def on_reply(self, dial: int, message: AnyMessage, now: float) -> None:
-        """Take an answer on a connection that this rank opened."""
         link = self._links.get(dial)
         if link is None:
             return
         link.answer()
         match message:
-            case Welcome() if link.take_welcome():  # an answer that nobody has asked for costs nothing
+            case Welcome() if link.take_welcome():  # an unsolicited answer is ignored
                 self._on_welcome(link, message, now)
-            case Reject(hello_first=True):  # libzmq has connected anew; the welcome tells whether the peer has changed
+            case Reject(hello_first=True):  # libzmq has reconnected; the welcome tells whether the peer has changed
                 link.greet_soon(now)
             case Reject():
                 self._links.drop(link, f"rejected: {message.reason}")
@@ -426,8 +409,8 @@ class PeerTable:
         self._links.arm(link)
 
     def _refuse(self, link: PeerConnection, problem: str, now: float, *, final: bool) -> None:
-        """Say hello again much later, since a change at the peer shows by its own hello; soon if that has come meanwhile, or
-        will never come, from a leader to its own rank, and the reason may pass.
+        """Say hello again much later, since a change at the peer brings its own hello. If that hello has already come, or
+        cannot come (a leader sends none to its own ranks), try again soon, unless the reason is final.
         """
         if final:
             link.reject(problem, now + self._limits.refused_retry_s)
@@ -454,7 +437,7 @@ class PeerTable:
             self._links.drop(link, "restarted")
             link.begin(welcome.epoch, 0)
         if welcome.generation != link.generation:
-            return  # the answer to a hello of an earlier generation, whose loans are void
+            return  # the answer to an earlier generation's hello, whose loans are void
         if link.is_ready and link.lending not in (None, welcome.lending):
             self._links.lose(link, "the peer has started a new connection", now)
             return
@@ -499,7 +482,7 @@ class PeerTable:
         return 0.0 if self._links.is_pending else self._links.next_due
 
     def _greet(self, link: PeerConnection, now: float) -> None:
-        """Send a hello. That to a peer that is ready renews the welcome, with the ranks of its instance."""
+        """Send a hello. One to a ready peer renews its welcome, which names the ranks of its instance."""
         limits = self._limits
         instance = self._instance_of(link)
         is_awaited = not link.is_ready or instance is self._siblings
@@ -522,11 +505,10 @@ class PeerTable:
         self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=not is_awaited and link.is_alone))
 
     def _ask_again_s(self, link: PeerConnection) -> float:
-        """How long after a hello the next one is due, while the peer's connection may be missing."""
         return ASK_AGAIN_S if link.has_ended else self._limits.heartbeat_s
 
     def _renew_at(self, link: PeerConnection, now: float) -> float:
-        """When a connection is renewed next: a few together, so that this rank wakes up less often."""
+        """When to renew a connection. Renewals are grouped, so that this rank wakes up less often."""
         together_s = self._limits.heartbeat_s / 4
         later_s = self._limits.renew_s * (1 - link.dial % NUM_PHASES / (2 * NUM_PHASES))
         return math.ceil((now + later_s) / together_s) * together_s
@@ -536,14 +518,12 @@ class PeerTable:
         return siblings if siblings is not None and link.instance == siblings.name else self.instances[link.instance]
 
     def close(self, reason: str) -> None:
-        """Say goodbye to every connected rank."""
         for link in self._links.all():
             if link.is_ready:
                 self.effects.append(SendTo(link.dial, Goodbye(reason=reason)))
 
 
 def _check_members(welcome: Welcome, num_ranks: int) -> None:
-    """Raise `RemoteProtocolError` for ranks that the instance does not have, or addresses that cannot be connected to."""
     ranks = {member.rank for member in welcome.members}
     if len(ranks) < len(welcome.members) or any(rank >= num_ranks for rank in ranks):
         raise RemoteProtocolError(

@@ -29,8 +29,8 @@ from disagg.protocol.types import (
 
 
 class ReceiveState(State):
-    """`WAITING`: local kernels still use the rows. `OPEN`: reserved. `VERIFYING`: everything has landed, and is summed.
-    `ABORTING`: failed, writers not all quiet.
+    """`WAITING`: local kernels still use the rows. `VERIFYING`: everything has landed, and is summed. `ABORTING`: failed,
+    writers not all quiet.
     """
 
     WAITING = "waiting"
@@ -62,9 +62,10 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveStep], ReceiveState] = {
 
 
 MAX_STEPS = 1 << 16
-"""Steps to account for one complete message: ranges, times the layers that each names. Honest writers join their ranges."""
+"""The limit on steps to account for one complete message: ranges, times the layers that each names. Honest writers join
+their ranges.
+"""
 MAX_NAMED = 8
-"""Missing ranges that an error names."""
 
 
 class Coverage:
@@ -74,12 +75,12 @@ class Coverage:
         self.need = need
         self._layers = layers
         self._missing = Ranges(*need) if layers else Ranges()
-        """What is missing of every layer, until layers are tracked one by one."""
+        """Of every layer alike, until layers are tracked one by one."""
         self._by_layer: dict[int, Ranges] | None = None
 
     def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> int:
-        """Account for `[start, stop)` in `layers`. Unexpected layers and empty ranges are ignored. Returns the number of steps
-        that this took.
+        """Account for `[start, stop)` in `layers`. Unexpected layers and empty ranges are ignored. Returns the number of
+        steps.
         """
         if start >= stop:
             return 1
@@ -103,7 +104,6 @@ class Coverage:
 
     @property
     def missing(self) -> dict[int, list[TokenRange]]:
-        """What has not been accounted for, by layer."""
         if self._by_layer is not None:
             return {layer: list(left) for layer, left in self._by_layer.items()}
         return {layer: list(self._missing) for layer in self._layers} if self._missing else {}
@@ -117,8 +117,8 @@ class Coverage:
 
 
 class WriterState(State):
-    """The state of one writer, as the receiver knows it. `RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`:
-    the peer is gone, and may still write.
+    """One writer as the receiver knows it. `RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`: the peer is
+    gone, and may still write.
     """
 
     RESERVED = "reserved"
@@ -171,11 +171,9 @@ class Writer:
     lost_at: int | None = None
 
     def step(self, step: WriterStep) -> bool:
-        """See `take_step`."""
         return take_step(WRITER_TABLE, self, step)
 
     def was_lost_at(self, epoch: int) -> bool:
-        """Whether it is lost, and was at this epoch."""
         return self.state is WriterState.LOST and self.lost_at == epoch
 
     def account(self, written: Iterable[Written]) -> bool:
@@ -232,7 +230,6 @@ class ReceiveSession:
     armed_at: float = NEVER
 
     def step(self, step: ReceiveStep) -> bool:
-        """See `take_step`."""
         return take_step(RECEIVE_TABLE, self, step)
 
     @property
@@ -253,7 +250,6 @@ class ReceiveSession:
         return min(judged, *(writer.retry_at for writer in self.writers.values() if writer.waiting), NEVER)
 
     def reserve(self, components: Iterable[str], epoch: int) -> Reserve:
-        """The message that reserves the rows of `components` at a writer, for this process, of `epoch`."""
         names = tuple(components)
         return Reserve(
             **ids(self.key),
@@ -268,6 +264,5 @@ class ReceiveSession:
         )
 
     def late_reason(self) -> str:
-        """What was missing when the deadline passed."""
         silent = [str(peer) for peer, writer in self.writers.items() if writer.state is WriterState.RESERVED]
         return f"request {self.key}: the deadline passed while waiting for {', '.join(silent) or 'local kernels'}"

@@ -50,8 +50,6 @@ from disagg.protocol.types import (
 
 
 class Receives:
-    """Every request that this rank receives."""
-
     def __init__(self, *, group: int, epoch: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
         self._group, self._epoch = group, epoch
         self._limits = limits
@@ -79,9 +77,8 @@ class Receives:
         lease: Lease | None = None,
         trace: str = "",
     ) -> ReceiveSession:
-        """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
-
-        With `verify` it succeeds only after `verified`. Raises `LocalProtocolError` if this attempt was opened before.
+        """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called. With `verify` it
+        succeeds only after `verified`. Raises `LocalProtocolError` if this attempt was opened before.
         """
         if (peer, key) in self.sessions or self._ended.get(peer, key) is not None:
             raise LocalProtocolError(
@@ -155,7 +152,6 @@ class Receives:
             self._effects.append(start)
 
     def verified(self, peer: str, key: RequestKey, now: float, *, error: DisaggError | None) -> None:
-        """Verification has finished: successful, or failed with `error`."""
         session = self.sessions[peer, key]
         session.local_work -= 1
         if error is not None:
@@ -229,7 +225,6 @@ class Receives:
     def end_unpack(
         self, session: ReceiveSession, peer: PeerRank, *, chunk: int, nbytes: int, now: float, error: str = ""
     ) -> None:
-        """A slot was unpacked into the session's rows, or failed with `error`."""
         session.local_work -= 1
         writer = session.writers[peer]
         writer.unpacked[chunk] = writer.unpacked.get(chunk, 0) + nbytes
@@ -266,7 +261,7 @@ class Receives:
             self._timers.arm(session)
 
     def answer_unknown(self, peer: PeerRank, message: SlotsFilled) -> None:
-        """Answer a message about an attempt that is unknown or has ended, so that its writer does not wait for a deadline."""
+        """Answer about an attempt that is unknown or has ended, so that its writer does not wait for a deadline."""
         session = self._receive_of(peer, message)
         if session is None or peer not in session.writers:
             self._answer_ended(peer, message)
@@ -276,7 +271,6 @@ class Receives:
         return session if session is not None and session.nonce == message.nonce else None
 
     def _answer_ended(self, peer: PeerRank, message: RequestMessage) -> None:
-        """Resend the outcome of an ended attempt."""
         tombstone = self._ended.get(peer.instance, key_of(message))
         if tombstone is not None and tombstone.outcome is not None and tombstone.nonce == message.nonce:
             self._effects.append(SendMessage(peer, tombstone.outcome))
@@ -287,7 +281,7 @@ class Receives:
             )
 
     def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, direct: bool = True) -> None:
-        """Its requests end. Rows that it may still write, if it writes rows itself, stay leased until `peer_quiet`."""
+        """Its requests end. Rows that it may still write stay leased until `peer_quiet`."""
         for session in [found for found in self.sessions.values() if peer in found.writers]:
             writer = session.writers[peer]
             if writer.state.quiet or writer.state is WriterState.LOST:
@@ -302,21 +296,19 @@ class Receives:
             self._settle(session)
 
     def peer_back(self, peer: PeerRank, now: float, *, epoch: int = 0) -> None:
-        """The process of a peer that was lost at that epoch is connected again: resend the abort, to get its proof."""
+        """The lost process has reconnected: resend the abort, to get its proof."""
         for session in self.sessions.values():
             writer = session.writers.get(peer)
             if writer is not None and writer.was_lost_at(epoch) and writer.step(WriterStep.PEER_BACK):
                 self._send_abort(session, peer, writer, now)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """A peer lost at that epoch is proved quiet: nothing of it can land any more."""
         for session in list(self.sessions.values()):
             writer = session.writers.get(peer)
             if writer is not None and writer.was_lost_at(epoch) and writer.step(WriterStep.QUIET):
                 self._settle(session)
 
     def tick(self, session: ReceiveSession, now: float) -> None:
-        """Enforce the deadlines of a session, and resend unanswered messages."""
         if now >= session.deadline:
             self.abort(session, RequestTimeout(session.late_reason()), now)
         if now >= session.drain_deadline:

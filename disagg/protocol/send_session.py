@@ -83,11 +83,10 @@ class Destination:
     lost_at: int | None = None
 
     def step(self, step: SendStep) -> bool:
-        """See `take_step`."""
         return take_step(SEND_TABLE, self, step)
 
     def settle(self, chunk: int, *, packed: int, sums: Iterable[PartialChecksums], unsettled: bool) -> None:
-        """Note how the transfer of a chunk has ended. Checksums of chunks add up modulo 2**64."""
+        """Note how the transfer of a chunk has ended. Checksums add up modulo 2**64."""
         self.in_flight.discard(chunk)
         (self.unsettled.add if unsettled else self.unsettled.discard)(chunk)
         if packed:
@@ -97,12 +96,11 @@ class Destination:
             self.sums[part.component] = part if known is None else _added(known, part)
 
     def is_under_way(self, chunk: int) -> bool:
-        """Whether the transfer of a chunk may go on."""
+        """Whether the transfer of a chunk may still run."""
         return chunk in self.in_flight or chunk in self.unsettled
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is in flight to it."""
         return not self.in_flight and not self.unsettled
 
     @property
@@ -116,7 +114,6 @@ class Destination:
 
     @property
     def waiting(self) -> bool:
-        """Whether the last message to it awaits an answer."""
         if self.state is SendState.ABORTING:
             return not self.knows_failure
         return self.state in (SendState.COMPLETED, SendState.DRAINED)
@@ -130,11 +127,11 @@ class Destination:
 
 @dataclass
 class SendSession:
-    """One request that this rank sends: to every destination rank that it is an elected writer of.
+    """One request that this rank sends, to every destination rank that it is an elected writer of.
 
-    It is bound to a peer from the start, or by the first message about it. Before, `expected` is `None`, `peer` may be empty
-    (any), and the attempt of `key` counts only unless `any_attempt`. `names_attempt`: one attempt was offered to any peer.
-    `wanted_at`: when a receiver that cannot reserve yet has last said that it wants the request.
+    It is bound to a peer from the start, or by the first message about it. Until then `expected` is `None`, `peer` may be
+    empty (any), and the attempt of `key` counts only unless `any_attempt`. `names_attempt`: one attempt was offered to any
+    peer. `wanted_at`: when a receiver last sent `Wanted`.
     """
 
     key: RequestKey
@@ -162,34 +159,31 @@ class SendSession:
 
     @property
     def due(self) -> float:
-        """When time alone next changes something."""
         judged = self.deadline if self.error is None and not self.reported else NEVER
         return min(judged, *(d.retry_at for d in self.destinations.values() if d.waiting), NEVER)
 
     @property
     def is_bound(self) -> bool:
-        """Whether its peer and its attempt are known."""
         return self.expected is not None
 
     @property
     def num_awaited(self) -> int:
-        """The number of destinations that are not known yet; 1 while the peer is not known either."""
+        """Destinations not known yet; 1 while the peer is unknown."""
         return 1 if self.expected is None else len(self.expected) - len(self.destinations)
 
     def may_reserve(self, peer: PeerRank) -> bool:
-        """Whether this rank writes anything to `peer`, as far as the static plan says."""
+        """Whether the static plan has this rank write to `peer`."""
         group, rank = divmod(peer.rank, self.peer_group_size)
         return self.expected is not None and rank in self.expected and self.destination_group in (None, group)
 
     def reserve(self, peer: PeerRank, message: Reserve) -> Destination:
-        """A destination has reserved. Returns it."""
         destination = self._destination(peer, "")
         destination.step(SendStep.RESERVED)
         destination.reserve = message
         return destination
 
     def decline(self, peer: PeerRank) -> None:
-        """A rank needs nothing. It may be one to which this rank writes nothing."""
+        """A rank needs nothing. This rank may not be one of its writers."""
         if self.may_reserve(peer):
             destination = self._destination(peer, "the receiver has declined the request")
             destination.ok = destination.step(SendStep.DECLINED) or destination.ok
@@ -204,7 +198,6 @@ class SendSession:
 
     @property
     def have_ended(self) -> bool:
-        """Whether every destination that is known has ended."""
         return all(destination.ended for destination in self.destinations.values())
 
     @property
@@ -228,7 +221,6 @@ class SendSession:
         return min(start for start, _ in needs), max(stop for _, stop in needs)
 
     def complete(self, destination: Destination) -> Complete:
-        """The message that everything sent to a destination has landed."""
         return Complete(
             **ids(self.key),
             nonce=destination.reserved.nonce,
@@ -240,15 +232,12 @@ class SendSession:
         )
 
     def abort(self, destination: Destination) -> Abort:
-        """The message that the attempt has failed towards a destination."""
         return Abort(**ids(self.key), nonce=destination.reserved.nonce, reason=destination.reason, from_writer=True)
 
     def drained(self, destination: Destination) -> Drained:
-        """The message that nothing can land at a destination any more."""
         return Drained(**ids(self.key), nonce=destination.reserved.nonce, reason=destination.reason)
 
     def late_reason(self) -> str:
-        """What was missing when the deadline passed."""
         if self.expected is None:
             return f"request {self.key}: the deadline passed; no rank of {self.peer or 'any peer'} has reserved"
         reserved = len(self.destinations)
@@ -267,7 +256,7 @@ def _added(ours: PartialChecksums, theirs: PartialChecksums) -> PartialChecksums
 
 
 def _joined(written: Iterable[Written]) -> tuple[Written, ...]:
-    """The same, with adjacent ranges of the same layers joined: a request may be sent in very many chunks, in any order."""
+    """Join adjacent ranges of the same layers: a request may be sent in very many chunks, in any order."""
     joined: dict[tuple[str, tuple[int, ...] | None], tuple[Ranges, dict[int, int]]] = {}
     for each in written:
         ranges, chunks = joined.setdefault((each.component, each.layers), (Ranges(), {}))

@@ -20,9 +20,9 @@ Offer = tuple[str, bytes, int | None]
 
 
 class SendTable:
-    """Sessions that are bound to a peer, offers that are not, and the memory of those that have ended.
+    """Sessions that are bound to a peer, offers that are not, and tombstones of ended ones.
 
-    `readers_of` knows the instances whose messages arrive.
+    `readers_of` knows every instance whose messages arrive.
     """
 
     def __init__(self, limits: Limits, readers_of: Callable[[str], Readers]) -> None:
@@ -32,12 +32,12 @@ class SendTable:
         self.served: dict[RequestKey, set[str]] = {}
         """The instances that each attempt is served to."""
         self.num_reserved: Counter[PeerRank] = Counter()
-        """The reserves of each rank: those of sessions, and parked ones."""
+        """The reserves of each rank, of sessions and parked."""
         self.parked = Parked(limits, self.num_reserved)
         self.ended = Tombstones(limits.max_tombstones)
 
     def open(self, session: SendSession) -> list[tuple[PeerRank, Early]]:
-        """Add a session, which is offered if it is not bound. Returns the messages that have come for it; one binds it.
+        """Add a session, or offer it if it is not bound. Returns the messages that have come for it; one binds it.
 
         Raises `LocalProtocolError` if the same is offered already, or was opened before.
         """
@@ -57,7 +57,7 @@ class SendTable:
         return self._bind(session, *found) if found is not None else []
 
     def claim(self, peer: PeerRank, key: RequestKey) -> list[tuple[PeerRank, Early]]:
-        """Bind an offer that fits, if there is no session yet. Returns the messages that have come for it before."""
+        """Bind an offer that fits, if there is no session yet. Returns the messages that have come for it."""
         if self.offers and (peer.instance, key) not in self.sessions:
             offered = self.offer(peer.instance, key)
             if offered is not None:
@@ -65,7 +65,6 @@ class SendTable:
         return []
 
     def offer(self, instance: str, key: RequestKey) -> SendSession | None:
-        """The offer that an attempt fits which an instance asks for."""
         for whose in (instance, ANY):
             for attempt in (key.attempt, None):
                 offered = self.offers.get((whose, key.request_id, attempt))
@@ -74,7 +73,7 @@ class SendTable:
         return None
 
     def remove(self, session: SendSession, reason: str) -> bool:
-        """Forget a session that has ended, for this reason. Returns whether it was there."""
+        """Forget a session that has ended. Returns whether it was there."""
         if self.offers.pop(_offer_of(session), None) is not None:
             if session.names_attempt:
                 self.ended.put(ANY, session.key, Tombstone(None, reason=reason))
@@ -91,16 +90,14 @@ class SendTable:
         return True
 
     def of(self, instance: str) -> list[SendSession]:
-        """The sessions for one instance."""
         return [session for session in (*self.sessions.values(), *self.offers.values()) if session.peer == instance]
 
     def forget(self, instance: str) -> None:
-        """Forget the parked messages and the ended attempts of an instance."""
         self.parked.forget(instance)
         self.ended.forget(instance)
 
     def has_ended(self, peer: PeerRank, key: RequestKey) -> Tombstone | None:
-        """How an attempt has ended, towards that rank or towards all of its instance."""
+        """How an attempt has ended, towards that rank or its whole instance."""
         return self.ended.get(peer, key) or self.ended.get(peer.instance, key)
 
     def refusal(self, peer: PeerRank, key: RequestKey) -> str:
@@ -111,7 +108,6 @@ class SendTable:
         return ended.reason if ended is not None else ""
 
     def _bind(self, session: SendSession, peer: str, key: RequestKey) -> list[tuple[PeerRank, Early]]:
-        """The peer and the attempt of an offered request are known."""
         readers = self._readers_of(peer)
         del self.offers[_offer_of(session)]
         session.peer, session.key, session.any_attempt = peer, key, False

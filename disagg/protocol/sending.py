@@ -1,4 +1,4 @@
-"""The sending side: matches reserves with what the server sends, starts transfers, and tells receivers when all has landed."""
+"""The sending side: matches reserves with sends, starts transfers, and tells receivers when all has landed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from disagg.protocol.types import (
 )
 
 MAX_RESENT = 20
-"""How often a drained message is sent again: for a minute and a half by default."""
+"""How often a drained message is resent: for a minute and a half by default."""
 
 
 class Sends:
-    """Every request that this rank sends. `readers_of` knows the instances whose messages arrive."""
+    """Every request that this rank sends. `readers_of`: see `SendTable`."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Sends:
     ) -> SendSession:
         """Serve one request to `peer`, whose group ranks `expected` (of `peer_group_size`) have this rank as a writer.
 
-        With `expected=None` the first message about the request binds it to `peer` (empty: to whoever sends it), and to an
-        attempt if `any_attempt`. Raises `LocalProtocolError` if this attempt was opened before.
+        With `expected=None` the first message about the request binds it to `peer` (empty: to its sender), and to an attempt
+        if `any_attempt`. Raises `LocalProtocolError` if this attempt was opened before.
         """
         session = SendSession(key, peer, expected, peer_group_size, deadline, tag, any_attempt, lease=lease or Lease())
         self._take(self.table.open(session), now)
@@ -82,7 +82,7 @@ class Sends:
         return session
 
     def _take(self, messages: Iterable[tuple[PeerRank, Early]], now: float) -> None:
-        """Take messages that came before their session was there."""
+        """Take messages that came before their session was opened."""
         for peer, message in messages:
             match message:
                 case Reserve():
@@ -94,9 +94,8 @@ class Sends:
                     self.on_abort(peer, message, now)
 
     def send(self, session: SendSession, chunk: Chunk, now: float) -> None:
-        """Send the rows of `chunk` to every destination: to those that have reserved now, to the others when they do.
-
-        Raises `LocalProtocolError` after `finish`. Does nothing on a request that has ended.
+        """Send `chunk` to every destination, now or once it reserves. Raises `LocalProtocolError` after `finish`. Does
+        nothing on a request that has ended.
         """
         if session.finished:
             raise LocalProtocolError(f"request {session.key}: nothing can be sent after finish()")
@@ -117,9 +116,8 @@ class Sends:
         self._settle(session)
 
     def abort(self, session: SendSession, error: DisaggError, now: float) -> None:
-        """End the request towards every destination, also those that have not reserved yet. Does nothing once it has ended.
-
-        The server gets its event at once; the lease is released when nothing reads the rows any more.
+        """End the request towards every destination, including those still to reserve. The server gets its event at once;
+        the lease is released when nothing reads the rows.
         """
         if session.reported:
             return
@@ -140,10 +138,8 @@ class Sends:
         sums: tuple[PartialChecksums, ...] = (),
         took: tuple[float, ...] = (),
     ) -> None:
-        """A transfer that was started is done, failed with `error`, or (`unsettled`) not provably finished.
-
-        `packed`, `sums`, `took`: for the complete message. A transfer that was unsettled may be reported again once it has
-        settled.
+        """A transfer is done, failed with `error`, or (`unsettled`) not provably finished. `packed`, `sums`, `took` are for
+        the complete message. An unsettled transfer may be reported again once it has settled.
         """
         session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None or not destination.is_under_way(ticket.chunk):
@@ -182,7 +178,7 @@ class Sends:
             self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
 
     def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
-        """A destination needs nothing of this rank, which may be a rank that writes nothing to its instance."""
+        """A destination needs nothing of this rank, which may not be one of its writers at all."""
         key = key_of(message)
         if message.source_group != self._group or self._claim(peer, key, now) is not None:
             return
@@ -194,7 +190,7 @@ class Sends:
         self._settle(session)
 
     def on_wanted(self, peer: PeerRank, message: Wanted, now: float) -> None:
-        """A receiver waits before it reserves. Nothing is bound to it, and an unknown request changes nothing."""
+        """A receiver waits before it reserves. This binds nothing, and an unknown request changes nothing."""
         key = key_of(message)
         session = self.sessions.get((peer.instance, key)) or self.table.offer(peer.instance, key)
         if session is not None and message.source_group == self._group:
@@ -261,7 +257,7 @@ class Sends:
                 self._settle(session)
 
     def forget(self, instance: str, now: float) -> None:
-        """An instance is not known any more: its requests end. Ranks that were never connected were not lost before."""
+        """An instance is forgotten: its requests end. Ranks that never connected were not reported as lost."""
         removed = f"peer {instance!r} was removed"
         for session in self.table.of(instance):
             for peer in tuple(session.destinations):
@@ -270,7 +266,6 @@ class Sends:
         self.table.forget(instance)
 
     def tick(self, session: SendSession, now: float) -> None:
-        """Enforce the deadline of a session, and resend unanswered messages."""
         if now >= session.deadline and not session.reported:
             self.abort(session, RequestTimeout(session.late_reason()), now)
         for peer, destination in session.destinations.items():
@@ -289,7 +284,7 @@ class Sends:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _claim(self, peer: PeerRank, key: RequestKey, now: float) -> Tombstone | None:
-        """Bind an offer that fits this message. Returns how the attempt has ended, if it has; then nothing is bound."""
+        """Bind an offer that fits this message. If the attempt has ended, bind nothing and return how."""
         ended = self.table.has_ended(peer, key)
         if ended is None:
             self._take(self.table.claim(peer, key), now)
@@ -318,7 +313,7 @@ class Sends:
         self._settle(session)
 
     def _start_chunks(self, session: SendSession, peer: PeerRank, destination: Destination) -> None:
-        """Start every chunk that was not started for this destination."""
+        """Start every chunk not yet started for this destination."""
         if destination.state is not SendState.ACTIVE or destination.reserve is None:
             return
         needs = destination.reserve.need
@@ -335,8 +330,8 @@ class Sends:
     def _progress(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
         """Tell the destination that all has landed, or that nothing is in flight after a failure.
 
-        Nothing is reported as landed once the server has aborted the request: the last bytes may be those of another one. The
-        abort follows.
+        After the server's abort, nothing is reported as landed: the rows may hold another request by then. The abort
+        follows.
         """
         has_landed = session.finished and destination.quiet and not session.lease.withdrawn
         if destination.state is SendState.ACTIVE and has_landed:
@@ -354,7 +349,7 @@ class Sends:
         message: Complete | Abort | Drained,
         now: float,
     ) -> None:
-        """Send a message, and again until it is answered."""
+        """Send a message, and resend it until it is answered."""
         back_off(destination, self._limits, now)
         self._timers.arm(session)
         self._effects.append(SendMessage(peer, message))
@@ -374,8 +369,8 @@ class Sends:
         self._progress(session, peer, destination, now)
 
     def _resend(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        """Send the last message again: the destination has not answered it. Nothing is sent any more after `MAX_RESENT` times
-        if nothing is in flight to it: a receiver that still waits asks, and is answered without the session.
+        """Resend the last message. After `MAX_RESENT` times with nothing in flight, give up: a receiver that still waits
+        asks, and is answered without the session.
         """
         if destination.state is SendState.COMPLETED:
             self._send_message(session, peer, destination, session.complete(destination), now)
@@ -404,7 +399,7 @@ class Sends:
             self._close(session)
 
     def _close(self, session: SendSession) -> None:
-        """A session has ended. Loans of a destination without another go back."""
+        """Return the loans of each destination that has no other request."""
         for peer in [peer for peer, destination in session.destinations.items() if destination.reserve is not None]:
             add(self.table.num_reserved, peer, -1)
             self._return_loans(peer)
@@ -414,7 +409,7 @@ class Sends:
         return peer in self.table.num_reserved
 
     def _return_loans(self, peer: PeerRank) -> None:
-        """Something of a rank has ended. If nothing is open, what it has lent goes back."""
+        """Return a rank's loans if it has nothing open."""
         if not self.has_open(peer):
             self._effects.append(ReturnLoans(peer))
 

@@ -1,11 +1,9 @@
 """One rank's side of every request, without I/O and without a clock.
 
-Calls, messages, settled transfers and the time go in. Effects come out of `effects`, for the caller to carry out: messages to
-send, transfers to start, slots to unpack, leases to release, events for the server. What a request may do next is a row of
-`RECEIVE_TABLE` or `SEND_TABLE`; a step that is in neither changes nothing.
+Calls, messages, settled transfers and the time go in. Effects come out of `effects`, for the caller to carry out.
 
 The receiver is the arbiter of its rank: it tells which tokens it needs, accounts for what each elected writer reports, and
-pronounces the outcome. A failed transfer fails the attempt: control messages are resent, data never.
+pronounces the outcome.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMess
 
 
 class Sessions:
-    """One rank's side of every request that it sends or receives. Not thread-safe: one thread owns it.
+    """One rank's side of every request. Not thread-safe: one thread owns it.
 
-    `epoch` is that of this rank's process. `slots` are what it lends to its writers, `draw` returns that many random bits, and
-    `readers_of` says whom of an instance this rank writes to.
+    `epoch` is that of this rank's process. `slots` are what it lends to its writers, `draw` returns that many random bits.
+    `readers_of`: see `SendTable`.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class Sessions:
         self.borrower = Borrower(limits=limits, effects=self.effects)
 
     def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
-        """Take one message of an accepted peer. A message that fits no request changes nothing, or is answered. Raises
+        """Take a message of an accepted peer. One that fits no request changes nothing, or is answered. Raises
         `RemoteProtocolError` for a message that is not about requests.
         """
         match message:
@@ -104,8 +102,8 @@ class Sessions:
                 raise RemoteProtocolError(f"peer {peer}: expected a message about a request, found {found}")
 
     def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
-        """A slot of the destination has been written: tell it. One that was lost meanwhile knows nothing of the loan any more,
-        and would never answer.
+        """Report a written slot to the destination, unless it is lost: it knows nothing of the loan then, and would never
+        answer.
         """
         session = self.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
@@ -125,8 +123,8 @@ class Sessions:
     def peer_lost(
         self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, generation: int = 0, direct: bool = True
     ) -> None:
-        """The process of a peer, or this generation of its connection, is gone for good. One that is not `direct` has written
-        slots only, never rows.
+        """The process of a peer, or this generation of its connection, is gone for good. One that is not `direct` has
+        written slots only, never rows.
         """
         self.receives.peer_lost(peer, cause, now, epoch=epoch, direct=direct)
         self.sends.peer_lost(peer, cause, epoch=epoch)
@@ -134,9 +132,7 @@ class Sessions:
         self.borrower.peer_lost(peer)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """A peer that was lost at that epoch is proved quiet: nothing of it can touch memory here, nor anything from here its
-        memory.
-        """
+        """A peer lost at that epoch is proved quiet: neither side can touch the other's memory."""
         self.receives.peer_quiet(peer, epoch=epoch)
         self.sends.peer_quiet(peer, epoch=epoch)
         self.lender.peer_quiet(peer, epoch)
@@ -147,12 +143,10 @@ class Sessions:
         self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
     def want(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
-        """Tell these ranks of an instance that a request is still wanted."""
         message = Wanted(**ids(key), nonce=nonce, source_group=source_group)
         self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
     def forget(self, instance: str, now: float) -> None:
-        """Forget the attempts of an instance that is not known any more."""
         self.receives.forget(instance)
         self.sends.forget(instance, now)
         self.lender.forget(instance)
@@ -177,5 +171,5 @@ class Sessions:
 
     @property
     def next_tick(self) -> float:
-        """The earliest time at which `tick` may have something to do; infinity if nothing is open."""
+        """When `tick` may next have something to do; infinity if nothing is open."""
         return min(self._timers.next, self.sends.parked.next_expiry, self.lender.next_tick, self.borrower.next_tick)

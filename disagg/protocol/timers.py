@@ -14,7 +14,6 @@ from disagg.protocol.messages import Outcome
 from disagg.protocol.types import NEVER, Limits, PeerRank, RequestKey
 
 MAX_KEPT_REASON = 200
-"""Characters kept of the reason why an attempt has ended."""
 MIN_STALE = 64
 """Stale heap entries kept before they are swept."""
 
@@ -28,8 +27,8 @@ class Tombstone(msgspec.Struct, frozen=True):
 
 
 class Tombstones:
-    """The newest tombstones, at most `limit` for all peer instances together. Once there are as many, an instance takes the
-    place of its own oldest, or of the oldest of the instance with the most if it has less than an equal share.
+    """The newest tombstones, at most `limit` for all peer instances together. At the limit, an instance replaces its own
+    oldest, or, if it has less than an equal share, the oldest of the instance with the most.
     """
 
     def __init__(self, limit: int) -> None:
@@ -53,7 +52,6 @@ class Tombstones:
         return found.get((peer, key)) if found is not None else None
 
     def forget(self, instance: str) -> None:
-        """Forget the attempts of an instance."""
         self._count -= len(self._by_instance.pop(instance, ()))
 
     def __len__(self) -> int:
@@ -65,8 +63,6 @@ def _instance(peer: str | PeerRank) -> str:
 
 
 class Timed(Protocol):
-    """A session with a due time."""
-
     armed_at: float
 
     @property
@@ -74,8 +70,6 @@ class Timed(Protocol):
 
 
 class Timers:
-    """Sessions by due time; each is in the heap once per earliest time."""
-
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timed]] = []
         self._count = itertools.count()
@@ -85,7 +79,6 @@ class Timers:
         return len(self._heap)
 
     def arm(self, session: Timed) -> None:
-        """Schedule the session at its due time."""
         due = session.due
         if due < session.armed_at:
             self._stale += session.armed_at < NEVER
@@ -103,7 +96,7 @@ class Timers:
             self._stale = 0
 
     def pop(self, now: float) -> Timed | None:
-        """A session that is due, to be armed again, or `None`."""
+        """A session that is due, to be armed again."""
         while self._heap and self._heap[0][0] <= now:
             due, _, session = heapq.heappop(self._heap)
             if due == session.armed_at:  # otherwise it has been armed for an earlier time since
@@ -118,13 +111,10 @@ class Timers:
 
 
 class Waiting(Protocol):
-    """State of a message that is resent until answered."""
-
     retry_at: float
     retry_s: float
 
 
 def back_off(waiting: Waiting, limits: Limits, now: float) -> None:
-    """Schedule the next retry. The delay doubles each time."""
     waiting.retry_s = min(waiting.retry_s * 2 or limits.retry_s, limits.max_retry_s)
     waiting.retry_at = now + waiting.retry_s

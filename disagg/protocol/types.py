@@ -1,4 +1,4 @@
-"""Names, values and effects that both sides of a request share."""
+"""Values and effects that both sides of a request share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEVER = float("inf")
 
 
 class PeerRank(NamedTuple):
-    """One rank of another instance."""
+    """A rank of another instance."""
 
     instance: str
     rank: int
@@ -81,9 +81,8 @@ class Limits:
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Rows given to one `send`: their tokens (`None`: from each row list's first token on) and layers (`None`: all).
-
-    `ready` is passed on in `StartTransfer`: the rows may be read once it has passed.
+    """Rows given to one `send`: their tokens (`None`: from each row list's first token on) and layers (`None`: all). They
+    may be read once `ready` has passed.
     """
 
     number: int
@@ -93,7 +92,7 @@ class Chunk(msgspec.Struct, frozen=True):
     ready: ReadyEvent | None = None
 
     def written(self, component: str, need: TokenRange) -> Written | None:
-        """The part of `need` that this chunk holds of one of its components, or `None`."""
+        """The part of `need` that this chunk holds of one of its components."""
         rows = self.rows[component]
         if isinstance(rows, Slot):
             start, stop = need
@@ -114,13 +113,11 @@ StepT = TypeVar("StepT", bound=State)
 
 
 class HasState(Protocol[StateT]):
-    """Something whose state changes by the steps of a table."""
-
     state: StateT
 
 
 def take_step(table: Mapping[tuple[StateT, StepT], StateT], machine: HasState[StateT], step: StepT) -> bool:
-    """Take a step of the table. Returns whether the table has it; if not, nothing changes."""
+    """Take a step of the table. If the table does not have it, change nothing and return `False`."""
     after = table.get((machine.state, step))
     if after is None:
         return False
@@ -129,7 +126,7 @@ def take_step(table: Mapping[tuple[StateT, StepT], StateT], machine: HasState[St
 
 
 class Ticket(NamedTuple):
-    """Names one transfer of the protocol: a chunk of a request, to one destination rank."""
+    """One transfer: a chunk of a request, to one destination rank."""
 
     peer: PeerRank
     key: RequestKey
@@ -152,12 +149,12 @@ class StartTransfer(msgspec.Struct, frozen=True):
     written: tuple[Written, ...]
 
     def is_for(self, epoch: int) -> bool:
-        """Whether the rows are those of the destination's process at this epoch. Another process has other rows."""
+        """Whether the rows are those of the destination's process at this epoch."""
         return self.reserve.epoch in (0, epoch)
 
 
 class CancelTransfers(msgspec.Struct, frozen=True):
-    """Effect: a request has failed towards `peer`. Its transfers that were started and have not begun settle at once."""
+    """Effect: a request has failed towards `peer`. Its transfers that have not begun settle at once."""
 
     peer: PeerRank
     key: RequestKey
@@ -176,7 +173,7 @@ class UnpackSlot(msgspec.Struct, frozen=True):
 
 
 class TakeLoans(msgspec.Struct, frozen=True):
-    """Effect: the peer lists its loans, each with its number and address, up to number `newest`. Some may be new."""
+    """Effect: the peer lists its loans by number and address, up to number `newest`. Some may be new."""
 
     peer: PeerRank
     loans: tuple[tuple[int, int], ...]
@@ -240,15 +237,13 @@ Effect = (
 
 
 def key_of(message: RequestMessage) -> RequestKey:
-    """The attempt that a message is about."""
     return RequestKey(message.request_id, message.attempt)
 
 
 def ids(key: RequestKey) -> dict[str, Any]:
-    """The fields that name an attempt in a message."""
     return {"request_id": key.request_id, "attempt": key.attempt}
 
 
 def brief(error: DisaggError | str | None) -> str:
-    """An error as the reason of a message: truncated to the limit of the wire, and valid UTF-8."""
+    """An error as the reason of a message: truncated to the wire's limit, and valid UTF-8."""
     return str(error or "")[:4096].encode(errors="replace").decode()
