@@ -9,13 +9,12 @@ from urllib.parse import urlsplit
 from disagg.core.errors import ConfigError
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
-"""A host's name as DNS has it; others are written with `xn--`."""
+"""As DNS has it; other names are written with `xn--`."""
 
 
 def parse_address(address: str, *, what: str) -> tuple[str, int]:
-    """The host and port of `tcp://host:port`: a name, an IP address, or `*` for every interface. Port 0 or `*` means any.
-
-    Raises `ConfigError`, which starts with `what`.
+    """The host (a name, an IP address, or `*`) and port (0 or `*`: any) of `tcp://host:port`. Raises `ConfigError`, which
+    starts with `what`.
     """
     if not isinstance(address, str):
         raise ConfigError(f"{what}: expected tcp://host:port, found {address!r}")
@@ -32,7 +31,7 @@ def parse_address(address: str, *, what: str) -> tuple[str, int]:
 
 
 def dialable(address: str, *, what: str) -> str:
-    """`address`, to which a connection can be opened. Raises `ConfigError`, which starts with `what`."""
+    """Raises `ConfigError`, which starts with `what`, unless `address` has the host and port of one rank."""
     host, port = parse_address(address, what=what)
     if is_wildcard(host) or not port:
         raise ConfigError(f"{what}: expected the host and port of one rank, found {address!r}")
@@ -44,7 +43,6 @@ def _is_host(host: str) -> bool:
 
 
 def is_numeric(host: str) -> bool:
-    """Whether `host` is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -53,7 +51,6 @@ def is_numeric(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """`host` as addresses and URLs contain it: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -66,7 +63,6 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` means every interface."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -82,14 +78,13 @@ def advertised_address(advertise: str | None, bound: str) -> str:
 
 
 def reaches(address: str, listener: str) -> bool:
-    """Whether a connection from this machine to `address` ends at the socket that listens at `listener`. Asks no name server:
-    two names of one host count as two hosts.
+    """Whether a connection from this machine to `address` ends at the socket that listens at `listener`. No name server is
+    asked: two names of one host count as two hosts.
     """
     (host, port), (own, own_port) = (parse_address(each, what="address") for each in (address, listener))
     return port == own_port and (_spelled(host) == _spelled(own) or (is_wildcard(own) and is_loopback(host)))
 
 
 def _spelled(host: str) -> str:
-    """One spelling of a host: `localhost` and its usual address are the same."""
     host = host.lower().removesuffix(".")
     return "127.0.0.1" if host == "localhost" else ipaddress.ip_address(host).compressed if is_numeric(host) else host

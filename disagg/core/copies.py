@@ -23,8 +23,7 @@ def _column(values: npt.ArrayLike) -> Addresses:
 @dataclass(frozen=True, eq=False)
 class CopyBatch:
     """Copies of `nbytes[i]` bytes from `source[i]` to `destination[i]`: three read-only `uint64` columns of one length.
-
-    The destinations of one batch do not overlap, so the copies may be made in any order.
+    Destinations do not overlap, so the copies may be made in any order.
     """
 
     source: Addresses
@@ -42,14 +41,13 @@ class CopyBatch:
 
     @classmethod
     def of_columns(cls, source: Addresses, destination: Addresses, nbytes: Addresses) -> CopyBatch:
-        """A batch of columns from the compiled core, which need no check."""
+        """From columns of the compiled core, which need no check."""
         made = cls.__new__(cls)
         made.__dict__.update(source=source, destination=destination, nbytes=nbytes)
         return made
 
     @classmethod
     def one(cls, source: int, destination: int, nbytes: int) -> CopyBatch:
-        """A batch of one copy."""
         return cls(*(np.array([value], dtype=np.uint64) for value in (source, destination, nbytes)))
 
     def __len__(self) -> int:
@@ -60,7 +58,7 @@ class CopyBatch:
         return _native.total_nbytes(self.nbytes)
 
     def coalesced(self) -> CopyBatch:
-        """The same copies, with neighbours joined if they are contiguous on both sides."""
+        """Join neighbours that are contiguous on both sides."""
         if len(self) < 2:
             return self
         joins = (self.source[:-1] + self.nbytes[:-1] == self.source[1:]) & (
@@ -73,7 +71,6 @@ class CopyBatch:
 
     @classmethod
     def concatenate(cls, batches: list[CopyBatch]) -> CopyBatch:
-        """All copies of `batches`, in order."""
         if len(batches) == 1:
             return batches[0]
         if not batches:

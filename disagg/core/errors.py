@@ -2,24 +2,23 @@
 
 ```
 DisaggError
-├── ConfigError (ValueError)          a setting or an argument is wrong
-├── LayoutError (ValueError)          two layouts do not match, or rows do not fit a layout
+├── ConfigError (ValueError)
+├── LayoutError (ValueError)
 ├── ProtocolError
-│   ├── LocalProtocolError            the caller broke the protocol
-│   └── RemoteProtocolError           the peer broke the protocol
+│   ├── LocalProtocolError
+│   └── RemoteProtocolError
 ├── BackendError
-│   ├── BackendUnavailable (ImportError)  something that the engine needs is missing
-│   ├── NotRegistered                 an address is outside every registered region
-│   ├── PeerUnreachable               the peer cannot be reached, or was disconnected
-│   ├── TransferFailed                a transfer failed and is settled
-│   └── TransferUnsettled             a transfer failed and may not be settled
-├── RequestAborted                    a request ended before its data was complete
-│   └── VerificationFailed            the checksums of the two sides differ
-└── RequestTimeout (TimeoutError)     a deadline passed
+│   ├── BackendUnavailable (ImportError)
+│   ├── NotRegistered
+│   ├── PeerUnreachable
+│   ├── TransferFailed
+│   └── TransferUnsettled
+├── RequestAborted
+│   └── VerificationFailed
+└── RequestTimeout (TimeoutError)
 ```
 
-A message says what was expected, what was found, and where. A transfer is *settled* when the engine will never touch
-either side's memory again.
+A transfer is *settled* when the engine will never touch either side's memory again.
 """
 
 from __future__ import annotations
@@ -28,24 +27,16 @@ import enum
 
 
 class Cause(enum.Enum):
-    """Why a request failed, as a short label for metrics and logs. The error's message has the details."""
-
     ABORTED = "aborted"
-    """This server aborted it."""
     PEER = "peer"
-    """The peer aborted it."""
     PEER_LOST = "peer_lost"
-    """The connection to the peer was lost."""
     TRANSFER = "transfer"
     """A transfer could not start, failed, or may be unsettled."""
     INCOMPLETE = "incomplete"
     """A writer finished without sending everything that was needed."""
     VERIFICATION = "verification"
-    """The checksums of the two sides differ."""
     DEADLINE = "deadline"
-    """A deadline passed."""
     INVALID = "invalid"
-    """The caller gave invalid arguments."""
     ENDED = "ended"
     """The manager was closed, or one of its threads died."""
     OTHER = "other"
@@ -92,7 +83,7 @@ class BackendError(DisaggError):
 
 
 class BackendUnavailable(BackendError, ImportError):
-    """The engine cannot be used here. The message names what is missing and the package that provides it."""
+    """The message names what is missing and the package that provides it."""
 
 
 class NotRegistered(BackendError):
@@ -106,18 +97,17 @@ class PeerUnreachable(BackendError):
 
 
 class TransferFailed(BackendError):
-    """A transfer failed and is settled: the engine will never touch either side's memory again."""
+    """A transfer failed and is settled."""
 
 
 class TransferUnsettled(BackendError):
-    """A transfer failed, and the engine may still touch the memory. A backend reports it as the error of such a transfer.
-
-    The rows stay quarantined. The request ends in `RequestAborted`.
+    """A transfer failed, and the engine may still touch the memory, which stays quarantined. Backends report it; the request
+    ends in `RequestAborted`.
     """
 
 
 class RequestAborted(DisaggError):
-    """The request ended before its data was complete. The message gives the first cause, and `cause` its kind."""
+    """The request ended before its data was complete. The message gives the first cause, `cause` its kind."""
 
     def __init__(self, message: str, *, cause: Cause = Cause.ABORTED) -> None:
         super().__init__(message)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class ReadyEvent(Protocol):
-    """An event that passes when the caller's kernels are done with memory, such as a torch or CUDA event."""
+    """Passes when the caller's kernels are done with memory, such as a torch or CUDA event."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...

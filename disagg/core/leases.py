@@ -1,8 +1,7 @@
 """Leases: whether a transfer may still touch a request's rows.
 
-A lease is *held* while a transfer may touch the rows, and *released* once it is proved that none will. A timeout is no proof.
-Rows without one are *quarantined*, with the reason, until a proof arrives. Only the library calls `release` and `quarantine`;
-a server has the lease, which has neither.
+A lease is *held* while a transfer may touch the rows, and *released* once it is proved that none will. A timeout is no
+proof: without one, rows are *quarantined*.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class LeaseState(enum.Enum):
 class Lease:
     """The lease of one side's rows of one request. Thread-safe.
 
-    Callbacks run in the thread that releases the lease. Whatever one raises is logged, because the thread serves all requests.
+    Callbacks run in the thread that releases the lease. It serves all requests, so whatever a callback raises is logged.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class Lease:
 
     @property
     def status(self) -> tuple[LeaseState, str]:
-        """State and reason at one moment, while another thread may change them."""
+        """State and reason at one moment."""
         return self._status
 
     @property
@@ -54,7 +53,7 @@ class Lease:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether the server has aborted the request. Its rows may hold those of another request from then on."""
+        """Whether the server has aborted the request. Its rows may hold another request's from then on."""
         return self._withdrawn
 
     def on_release(self, callback: Callable[[], object]) -> None:
@@ -67,19 +66,18 @@ class Lease:
 
 
 def withdraw(lease: Lease) -> None:
-    """Record that the server has aborted the request."""
     lease._withdrawn = True
 
 
 def quarantine(lease: Lease, reason: str) -> None:
-    """Record that no proof has arrived for the rows of a lease. The first reason is kept. A released lease stays released."""
+    """The first reason is kept. A released lease stays released."""
     with lease._lock:
         if lease.state is LeaseState.HELD:
             lease._status = LeaseState.QUARANTINED, reason
 
 
 def release(lease: Lease) -> None:
-    """Release the rows of a lease and run its callbacks. A second call does nothing."""
+    """A second call does nothing."""
     with lease._lock:
         if lease.released:
             return
@@ -88,5 +86,5 @@ def release(lease: Lease) -> None:
     for callback in callbacks:
         try:
             callback()
-        except BaseException:  # also SystemExit: it would end the manager's thread, not the process
+        except BaseException:  # also SystemExit, which would end the manager's thread, not the process
             logger.exception("lease: a release callback failed")

@@ -1,4 +1,4 @@
-"""Memory that an engine may access: local regions, remote regions, and the tensors in them."""
+"""Memory that an engine may access."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ ITEMSIZE = {
     "int32": 4, "uint32": 4, "float32": 4,
     "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
-"""Bytes per element, by torch's dtype names."""
 
 
 @dataclass(frozen=True, order=True)
 class Device:
-    """The device that holds memory: the CPU, or a GPU by its index."""
+    """The CPU, or a GPU by its index."""
 
     kind: str = "cpu"
     index: int = 0
@@ -36,7 +35,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """The device of `"cpu"`, `"cuda"` or `"cuda:1"`. Raises `ConfigError` for anything else."""
+        """Parse `"cpu"`, `"cuda"` or `"cuda:1"`. Raises `ConfigError` for anything else."""
         kind, colon, index = text.partition(":")
         if colon and not index.isdecimal():
             raise ConfigError(f"device: expected 'cpu' or 'cuda:N', found {text!r}")
@@ -48,7 +47,7 @@ CPU = Device()
 
 @dataclass(frozen=True, order=True)
 class MemoryRegion:
-    """`nbytes` bytes from `address` in this process, for an engine to register. Holds `owner` to keep them alive."""
+    """`nbytes` bytes from `address` in this process, for an engine to register. `owner` keeps them alive."""
 
     address: int
     nbytes: int
@@ -71,9 +70,8 @@ class RemoteRegion:
 
 
 def merge_regions(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
-    """The same bytes in fewer regions: sorted, with overlapping regions joined, and on the CPU adjacent ones too.
-
-    Adjacent regions of a GPU may be two allocations, which an engine cannot register as one.
+    """Sort regions and join overlapping ones, on the CPU adjacent ones too. Adjacent regions of a GPU may be two
+    allocations, which an engine cannot register as one.
     """
     merged: list[MemoryRegion] = []
     for region in sorted(regions, key=lambda r: (r.device, r.address, r.nbytes)):
@@ -88,7 +86,7 @@ def merge_regions(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
 
 
 def _make_plain(record: object, *names: str) -> None:
-    """Convert the integers in these fields, which may be NumPy's, to Python's, which messages can encode."""
+    """Convert NumPy's integers in these fields to Python's, which messages can encode."""
     for name in names:
         given = getattr(record, name)
         try:
@@ -100,9 +98,8 @@ def _make_plain(record: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor's address of element 0, shape, strides in *elements*, dtype name and device.
-
-    `owner` keeps the memory alive. Without one the caller must keep it alive while a manager uses it.
+    """A tensor's address of element 0, shape, strides in *elements*, dtype name and device. Without an `owner`, the caller
+    must keep the memory alive while a manager uses it.
     """
 
     pointer: int
@@ -134,7 +131,6 @@ class RawTensor:
         return (last + 1) * self.itemsize
 
     def select(self, axis: int, index: int) -> RawTensor:
-        """The view with `axis` fixed at `index`."""
         if not 0 <= index < self.shape[axis]:
             raise ConfigError(f"tensor axis {axis}: expected an index in [0, {self.shape[axis]}), found {index}")
         keep = [i for i in range(len(self.shape)) if i != axis]
@@ -154,7 +150,7 @@ class RawTensor:
 
 @runtime_checkable
 class _TorchLike(Protocol):
-    """The members of a torch tensor that are used here. This module never imports torch."""
+    """This module never imports torch."""
 
     def data_ptr(self) -> int: ...
     def stride(self) -> tuple[int, ...]: ...
@@ -162,8 +158,6 @@ class _TorchLike(Protocol):
 
 @runtime_checkable
 class _ArrayLike(Protocol):
-    """The members of a NumPy array that are used here."""
-
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
     @property
@@ -171,9 +165,8 @@ class _ArrayLike(Protocol):
 
 
 def raw_tensor(tensor: Any) -> RawTensor:
-    """The `RawTensor` of a torch tensor, a NumPy array, a `RawTensor` or `(pointer, shape, strides, dtype, device)`.
-
-    It holds the tensor or array. Strides of the tuple are in elements. Raises `ConfigError` for anything else.
+    """The `RawTensor` of a torch tensor, a NumPy array, a `RawTensor` or `(pointer, shape, strides, dtype, device)`, with
+    strides in elements. It holds the tensor or array. Raises `ConfigError` for anything else.
     """
     if isinstance(tensor, RawTensor):
         return tensor

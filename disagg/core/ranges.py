@@ -1,4 +1,4 @@
-"""A set of numbers as ascending ranges, such as the tokens of a request that were sent, or are still missing."""
+"""A set of integers as ascending ranges, such as the tokens of a request that are still missing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 Range = tuple[int, int]
-"""The numbers `[start, stop)`."""
+"""The integers `[start, stop)`."""
 
 
 class Ranges:
-    """Disjoint ranges `[start, stop)` in ascending order; those that touch are one. Empty ranges hold nothing.
-
-    With `n` ranges, each call compares O(log n) numbers, beside moving those that are stored behind.
+    """Disjoint ranges in ascending order; those that touch are joined. Each call takes O(log n) comparisons, besides moving
+    the ranges stored behind.
     """
 
     __slots__ = ("_starts", "_stops")
@@ -28,13 +27,11 @@ class Ranges:
         return iter(zip(self._starts, self._stops, strict=True))
 
     def copy(self) -> Ranges:
-        """Another set of the same numbers."""
         made = Ranges()
         made._starts, made._stops = self._starts.copy(), self._stops.copy()
         return made
 
     def add(self, start: int, stop: int) -> None:
-        """Put `[start, stop)` in."""
         if start < stop:
             first, last = bisect_left(self._stops, start), bisect_right(self._starts, stop)  # those that it meets or touches
             if first < last:
@@ -42,14 +39,13 @@ class Ranges:
             self._starts[first:last], self._stops[first:last] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Take `[start, stop)` out."""
         first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)  # those that it meets
         if start < stop and first < last:
             rest = [part for part in ((self._starts[first], start), (stop, self._stops[last - 1])) if part[0] < part[1]]
             self._starts[first:last], self._stops[first:last] = [part[0] for part in rest], [part[1] for part in rest]
 
     def first_in(self, start: int, stop: int) -> int | None:
-        """The lowest number of `[start, stop)` that the set has, or `None`."""
+        """The lowest integer of `[start, stop)` in the set."""
         index = bisect_right(self._stops, start)
         if start < stop and index < len(self._starts) and self._starts[index] < stop:
             return max(start, self._starts[index])

@@ -10,11 +10,10 @@ from disagg.core.thread_log import ThreadLog
 
 WARNINGS_PER_S = 10.0
 MAX_REMEMBERED = 256
-"""Warnings of which it is known when they were last logged."""
 
 
 class RateLimitedLog:
-    """Logs up to `WARNINGS_PER_S` warnings per second on average, in bursts of up to ten times that. Counts the rest. The same
+    """Logs `WARNINGS_PER_S` warnings per second on average, in bursts of up to ten times that, and counts the rest. The same
     warning is logged once in `repeat_s` seconds.
     """
 
@@ -28,8 +27,8 @@ class RateLimitedLog:
         self._begun: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def warning(self, text: str, *arguments: object, after_s: float = 0.0) -> None:
-        """Log a warning, or count it as dropped. With `after_s` it is logged once it has been repeated for so long: until then
-        its cause may pass by itself.
+        """With `after_s`, the warning is logged once it has been repeated for so long: until then its cause may pass by
+        itself.
         """
         now = time.monotonic()
         if after_s and not self._lasts(text % arguments, after_s, now):
@@ -48,7 +47,6 @@ class RateLimitedLog:
             self._logger.warning("%d earlier warnings were dropped", num_dropped)
 
     def _is_repeated(self, said: str, now: float) -> bool:
-        """Whether this was logged less than `repeat_s` ago."""
         if now - self._logged_at.get(said, -self._repeat_s) < self._repeat_s:
             return True
         self._logged_at[said] = now
@@ -58,7 +56,7 @@ class RateLimitedLog:
         return False
 
     def _lasts(self, said: str, after_s: float, now: float) -> bool:
-        """Whether this has been said for `after_s`, with breaks of at most three times that."""
+        """Whether this has been repeated for `after_s`, with breaks of at most three times that."""
         begun, last = self._begun.pop(said, (now, now))
         self._begun[said] = (begun if now - last <= 3 * after_s else now, now)
         while len(self._begun) > MAX_REMEMBERED:

@@ -15,17 +15,15 @@ from disagg.core.errors import LayoutError
 TokenRange = tuple[int, int]
 """Tokens `[start, stop)` of a request."""
 MAX_TOKEN = 2**40
-"""Limit on token numbers in messages."""
 MAX_NAME = 256
-"""Limit on the characters of a component's name."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Pages:
     """Page ids in token order: `ids[0]` is the page with token `first_token` of the request.
 
-    `first_token` may be anywhere in its page. A negative id means that there is no page. The ids, a sequence or an array of one
-    axis, are copied and read-only. Raises `LayoutError` unless they are integers of -2**31 to 2**31 - 1.
+    `first_token` may be anywhere in its page. A negative id means no page. The ids, a sequence or 1-D array, are copied and
+    read-only. Raises `LayoutError` unless they are integers of -2**31 to 2**31 - 1.
     """
 
     ids: npt.NDArray[np.int32]
@@ -77,7 +75,7 @@ Rows = Pages | Slot
 
 
 def is_text(value: object, most: int, *, least: int = 1) -> bool:
-    """Whether it is a `str` of so many characters that UTF-8 can encode: a message can name it."""
+    """Whether it is a `str` of `least` to `most` characters that UTF-8 can encode."""
     if not isinstance(value, str) or not least <= len(value) <= most:
         return False
     try:

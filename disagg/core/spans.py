@@ -1,6 +1,5 @@
-"""Copies by shape, for backends that compute addresses themselves.
-
-The shapes (`SpanShape`) are fixed for a pair of ranks. A request only lists span classes and token runs (`SpanRuns`).
+"""Copies by shape, for backends that compute addresses themselves. Shapes are fixed for a pair of ranks; a request only
+lists span classes and token runs.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SpanShape:
-    """Copies of one shape: one run of bytes for each pair of bases, each token run and each step of `dims`.
+    """One run of bytes for each pair of bases, each token run and each step of `dims`.
 
-    Pairs are `(source, destination)`. `source_bases` and `destination_bases` are uint64 `[bases]`. Strides are in bytes.
-    `dims` are `(count, source_stride, destination_stride)`, outermost first. A token run of `n` positions is one run of
-    `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. `num_rows` are the rows of the two pools,
-    and `positions` the positions in one row. With `formats`, the dtypes of source and destination and the rounding,
-    numbers are converted with the scale of each base; `nbytes` are the destination's.
+    Pairs are `(source, destination)`. Bases are uint64 `[bases]`, strides are in bytes, `dims` are `(count, source_stride,
+    destination_stride)`, outermost first. A token run of `n` positions is one run of `n * nbytes` bytes if `dense`, else `n`
+    runs of `nbytes`, `token_strides` apart. `num_rows` are the rows of the two pools, `positions` the positions in a row.
+    With `formats` (dtypes of source and destination, rounding), numbers are converted with the scale of each base; `nbytes`
+    are the destination's.
     """
 
     source_bases: Addresses
@@ -50,7 +49,7 @@ class SpanShape:
         return math.prod(count for count, _, _ in self.dims)
 
     def extents(self, side: int) -> tuple[Addresses, int]:
-        """The memory of one side (0: source) that requests can reach: its first addresses, and the bytes from each."""
+        """The first addresses of one side (0: source), and how many bytes from each a request can reach."""
         nbytes = self.nbytes
         if self.formats is not None and side == 0:
             nbytes = nbytes // ITEMSIZE[self.formats[1]] * ITEMSIZE[self.formats[0]]
@@ -61,16 +60,12 @@ class SpanShape:
 
 
 class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
-    """Span classes, by number."""
-
     @cached_property
     def convert(self) -> bool:
-        """Whether numbers of any span class are converted."""
         return any(shape.formats is not None for shape in self)
 
     @cached_property
     def sizes(self) -> _native.SpanSizes:
-        """How much each span class moves, as the compiled core takes it."""
         steps = np.array([shape.steps for shape in self], dtype=np.uint64)
         nbytes = np.array([shape.nbytes for shape in self], dtype=np.uint64)
         num_bases = np.array([len(shape.source_bases) for shape in self], dtype=np.uint64)
@@ -78,10 +73,10 @@ class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
 
 
 class SpanRuns(msgspec.Struct, frozen=True, eq=False):
-    """A part of a request: span class number `span` over token runs, for the bases with numbers `bases` (`None`: all).
+    """Span class number `span` over token runs, for the bases numbered `bases` (`None`: all).
 
     `runs` is int64 `[runs, 5]`: `source_row, source_offset, destination_row, destination_offset, length`, with offsets and
-    lengths in positions. Rows and offsets are inside the pools.
+    lengths in positions, all inside the pools.
     """
 
     span: int
@@ -92,8 +87,7 @@ class SpanRuns(msgspec.Struct, frozen=True, eq=False):
 class SpanBatch:
     """The copies of a request over `shapes`: a stream of bytes in order of parts, bases, runs, positions and dims.
 
-    Immutable. `core` is the batch as the compiled core takes it. Raises `ValueError` for an unknown span class, a run without
-    positions, or 2**64 bytes and more.
+    Immutable. Raises `ValueError` for an unknown span class, a run without positions, or 2**64 bytes and more.
     """
 
     __slots__ = ("core", "parts", "shapes", "total_nbytes")

@@ -1,4 +1,4 @@
-"""Where the time of requests and transfers went: the moments that are noted of a request, and the phases between them."""
+"""Where the time of requests and transfers went."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import msgspec
 
 NOT_YET = 0.0
 PHASES = ("wait", "bind", "pack", "post", "wire", "unpack", "handover", "wake")
-"""The names of the phases of a request, in order."""
 _FIELDS = {name: f"{name}_s" for name in PHASES}
 
 
 class TransferPhases(msgspec.Struct):
-    """The phases of a transfer, in seconds. They follow each other.
-
-    * `bind_s`, `pack_s`, `post_s`: row ids become addresses, small pieces are packed, copies are given to the engine.
-    * `wire_s`: the rest of the transfer, until the engine has finished.
+    """The phases of a transfer, in seconds: row ids become addresses, small pieces are packed, copies are given to the
+    engine, the engine finishes.
     """
 
     bind_s: float = 0.0
@@ -26,19 +23,18 @@ class TransferPhases(msgspec.Struct):
 
     @property
     def phases(self) -> dict[str, float]:
-        """The seconds of each of its phases, in the order of `PHASES`."""
         own = self.__struct_fields__
         return {name: getattr(self, field) for name, field in _FIELDS.items() if field in own}
 
 
 class Timeline(TransferPhases, frozen=True, kw_only=True):  # type: ignore[misc]  # msgspec allows what dataclasses do not
-    """The phases of one request on one rank, in seconds. They follow each other, so they add up to `total_s`.
+    """The consecutive phases of one request on one rank, in seconds. They add up to `total_s`.
 
-    `opened_at` is when the server made the request, by `time.monotonic`. Where several transfers belong to the request, or
-    several writers, the phases of a transfer are those of the one that ended last.
+    `opened_at` is when the server made the request, by `time.monotonic`. Of several transfers or writers, the one that ended
+    last counts.
 
-    * `wait_s`: until that transfer could begin. A send waits for reservations and for its rows, a receive for its writers.
-    * `bind_s`, `pack_s`, `post_s`, `wire_s`: of that transfer.
+    * `wait_s`: until that transfer could begin. A send waits for reservations and its rows, a receive for its writers.
+    * `bind_s`, `pack_s`, `post_s`, `wire_s`: row ids become addresses, small pieces are packed, copies are given to the engine, it finishes.
     * `unpack_s`: of a receive, until the last packed bytes are in its rows.
     * `handover_s`: messages and checksums, until the manager has ended the request.
     * `wake_s`: until the server had the event; 0 before that.
@@ -52,16 +48,12 @@ class Timeline(TransferPhases, frozen=True, kw_only=True):  # type: ignore[misc]
 
     @property
     def total_s(self) -> float:
-        """From the call that made the request until the server had its event."""
         return sum(self.phases.values())
 
 
 class Moments:
-    """When what happens to a request while it is under way, and how much it moves. The manager's thread notes all of it but
-    `taken_at`.
-
-    Times are by `time.monotonic`. `landed_at`: the transfer that ended last has ended, or the writer has said so; `transfer`
-    has its phases. `nbytes` and `pieces` are what all transfers of a send have written and posted.
+    """What an open request has done, and when (`time.monotonic`). The manager's thread notes all but `taken_at`.
+    `landed_at`: the last transfer ended, or the writer said so. `nbytes` and `pieces` are of all transfers of a send.
     """
 
     __slots__ = ("ended_at", "landed_at", "nbytes", "opened_at", "pieces", "taken_at", "transfer", "unpacked_at")
@@ -73,7 +65,7 @@ class Moments:
         self.nbytes = self.pieces = 0
 
     def land(self, at: float, transfer: TransferPhases, *, nbytes: int = 0, pieces: int = 0) -> None:
-        """A transfer has ended. The phases of the one that is noted last count, and all bytes and pieces."""
+        """The last transfer's phases count, and the bytes and pieces of all."""
         self.landed_at, self.transfer = at, transfer
         self.nbytes += nbytes
         self.pieces += pieces
@@ -83,7 +75,7 @@ class Moments:
         self.taken_at = self.taken_at or time.monotonic()
 
     def timeline(self) -> Timeline:
-        """The phases between the moments. A peer's figures are cut to the time that there was."""
+        """A peer's figures are cut to the time that there was."""
         ended = self.ended_at or time.monotonic()
         landed = self.landed_at or ended
         spent = landed - self.opened_at

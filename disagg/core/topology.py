@@ -1,4 +1,4 @@
-"""How an instance, one deployment of one role, divides a model over ranks."""
+"""How an instance divides a model over ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Topology:
     """The parallel sizes of an instance, and one rank of it (the `*_rank` fields).
 
     Ranks with the same data-parallel index form a *group*: they have the same requests. In a group, ranks are numbered with
-    tensor parallelism fastest, then context, then pipeline. Expert parallelism divides the tensor-parallel ranks
-    (`moe_tp = tp // ep`), so it adds no ranks.
+    tensor parallelism fastest, then context, then pipeline. Expert parallelism divides the tensor-parallel ranks (`moe_tp =
+    tp // ep`), so it adds no ranks.
 
     Raises `ConfigError` if a size is below 1, a rank is outside its size, or `ep` does not divide `tp`.
     """
@@ -43,12 +43,10 @@ class Topology:
 
     @property
     def group_size(self) -> int:
-        """The number of ranks in a group."""
         return self.pp * self.cp * self.tp
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks in the instance."""
         return self.dp * self.group_size
 
     @property
@@ -75,7 +73,6 @@ class Topology:
         return self.tp_rank // self.moe_tp
 
     def at(self, rank: int) -> Topology:
-        """The same instance, at `rank`."""
         if not 0 <= rank < self.num_ranks:
             raise ConfigError(f"rank: expected 0 to {self.num_ranks - 1}, found {rank}")
         rest, tp_rank = divmod(rank, self.tp)
@@ -84,6 +81,5 @@ class Topology:
         return replace(self, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
 
     def group(self) -> Iterator[Topology]:
-        """The ranks of this rank's group, in order."""
         first = self.dp_rank * self.group_size
         return (self.at(first + i) for i in range(self.group_size))
