@@ -14,8 +14,8 @@ MAX_ASKED = 8
 
 
 class ConnectionState(State):
-    """`GREETING`: a hello is sent when due. `REFUSED`: likewise, but one side refuses the other until one of them restarts.
-    In the other states transfers may start. `ONE_WAY`: the peer has not connected to this rank. `CLOSED`: it had, and that
+    """A hello is sent when due in `GREETING` and `REFUSED`; in `REFUSED`, one side refuses the other until one restarts. In
+    the other states transfers may start. `ONE_WAY`: the peer has not connected to this rank. `CLOSED`: it had, and that
     connection has ended.
     """
 
@@ -52,7 +52,7 @@ CONNECTION_TABLE: dict[tuple[ConnectionState, ConnectionStep], ConnectionState] 
 
 @dataclass
 class PeerConnection:
-    """The connection to one rank. Only its own methods change it, but for `armed_at`.
+    """Only its own methods change it, but for `armed_at`.
 
     `epoch` is that of the peer's process, 0 until known. A side that gives up starts a new `generation` and names it in its
     next hello, so that both end the old one; a new process starts at 0. `asked` counts hellos whose welcome may still come,
@@ -111,7 +111,6 @@ class PeerConnection:
     # -- hellos ------------------------------------------------------------------------------------------------------
 
     def greet_soon(self, now: float) -> None:
-        """Send a hello at the next tick."""
         self._step(ConnectionStep.CALLED)
         self.hello_at, self.hello_retry_s, self.renews = now, 0.0, False
 
@@ -119,16 +118,15 @@ class PeerConnection:
         self.hello_at = min(self.hello_at, at)
 
     def ask_by(self, at: float) -> None:
-        """Send a hello by `at` instead of a renewal, to get the peer's whole welcome."""
+        """Send a hello instead of a renewal by `at`, to get the peer's whole welcome."""
         self.hello_by(at)
         self.renews = False
 
     def greet_at(self, at: float) -> None:
-        """The hello after the present one is due at `at`."""
         self.hello_at = at
 
     def greet(self, *, awaited: bool) -> None:
-        """A hello is sent. `awaited`: the connection is of no use without the answer."""
+        """`awaited`: the connection is of no use without the answer."""
         self.asked, self.heard = min(self.asked + 1, MAX_ASKED), False
         self.unanswered += awaited
 
@@ -136,12 +134,12 @@ class PeerConnection:
         self.heard = False
 
     def back_off(self, first_s: float, most_s: float) -> float:
-        """The seconds to wait for the answer to this hello: twice as long as for the last."""
+        """The seconds to wait for an answer: twice as long as for the last."""
         self.hello_retry_s = min(self.hello_retry_s * 2 or first_s, most_s)
         return self.hello_retry_s
 
     def cannot_dial(self, problem: str, unanswered: int) -> None:
-        """It could not be opened. This counts as `unanswered` hellos."""
+        """This counts as `unanswered` hellos."""
         self.problem, self.unanswered = problem, unanswered
 
     def redial(self, dial: int, problem: str) -> None:
@@ -165,7 +163,7 @@ class PeerConnection:
         return True
 
     def welcome(self, lending: Lending | None, next_at: float, *, renews: bool) -> bool:
-        """The welcome holds. Returns whether the connection was not ready before."""
+        """Returns whether the connection was not ready before."""
         is_first = self._step(ConnectionStep.WELCOMED)
         if is_first:
             self.lending = lending

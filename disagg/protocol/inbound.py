@@ -13,7 +13,7 @@ from disagg.protocol.types import PeerRank
 
 
 class Accepted(NamedTuple):
-    """A connection whose hello was accepted. `members` is `Members.num_changes` as of the welcome."""
+    """`members` is `Members.num_changes` as of the welcome."""
 
     connection: bytes
     peer: PeerRank
@@ -34,7 +34,7 @@ class InboundConnections:
         return self._newest.get(peer)
 
     def accept(self, connection: bytes, hello: Hello, *, members: int = 0) -> None:
-        """Record a connection in place of its rank's earlier one."""
+        """Replaces the rank's earlier connection."""
         peer = PeerRank(hello.instance, hello.rank)
         self.forget(connection)
         if peer in self._newest:
@@ -55,7 +55,7 @@ class InboundConnections:
         return accepted
 
     def forget_instance(self, name: str, epochs: Set[int] | None) -> None:
-        """Forget the ranks of an instance at these epochs (`None`: at any)."""
+        """`epochs`: `None` for any."""
         for connection, accepted in list(self._accepted.items()):
             if accepted.peer.instance == name and (epochs is None or accepted.epoch in epochs):
                 self.forget(connection)
@@ -84,8 +84,8 @@ class Members:
         return f"{len(self.by_rank)} of {me.num_ranks} ranks of {me.instance!r} have joined"
 
     def join(self, connection: bytes, user: str, hello: Hello) -> None:
-        """Another rank of this instance joins. Raises `RemoteProtocolError` or `LayoutError` for one that may not, such as a
-        second process of a connected rank.
+        """Raises `RemoteProtocolError` or `LayoutError` for a rank that may not join, such as a second process of a
+        connected one.
         """
         me = self._identity
         if self.own_key is not None and user != self.own_key:
@@ -115,7 +115,7 @@ class Members:
 
 
 def check_dialable(address: str, whose: str) -> None:
-    """Raise `RemoteProtocolError` for a peer's address that this rank could not connect to."""
+    """Raise `RemoteProtocolError` for an address that this rank could not connect to."""
     try:
         dialable(address, what=whose)
     except ConfigError as error:

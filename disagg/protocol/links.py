@@ -1,6 +1,6 @@
 """The connections that one rank has opened: dialled, dropped, closed, and when each is due.
 
-Only a few ranks that a leader names are connected to in each turn: it may name thousands, and others each time.
+Only a few of the ranks that a leader names are connected to in each turn: it may name thousands, and others each time.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from disagg.protocol.timers import Timers
 from disagg.protocol.types import PeerRank
 
 NUM_NEWEST = 8
-"""The newest effects, among which `close` looks for a connection not opened yet."""
+"""Among these `close` looks for a connection that was not opened yet."""
 MAX_CLOSED = 4096
-"""Closed connections whose generation is remembered."""
 MAX_MOVED = 16
-"""Ranks connected to, or disconnected from, in one turn."""
 CHANGE_S, MEMBER_S = 1.0, 0.01
-"""After a change of its members, a peer's next change waits this long: in all, and for each member that changed."""
+"""How long other members are not looked at after a change: in all, and for each that changed."""
 
 
 class Links:
-    """Connections by dial number. `own` is the name of this rank's instance, `instances` are the configured peers."""
+    """Connections by dial number. `own` is the name of this rank's instance."""
 
     def __init__(self, own: str, instances: dict[str, PeerInstance], effects: deque[PeerEffect]) -> None:
         self._own = own
@@ -34,7 +32,7 @@ class Links:
         self._by_dial: dict[int, PeerConnection] = {}
         self._dials = itertools.count()
         self._closed: OrderedDict[PeerRank, tuple[int, int]] = OrderedDict()  # epoch and generation
-        self._pending: dict[str, None] = {}  # instances with ranks to connect to or to disconnect from
+        self._pending: dict[str, None] = {}  # with ranks to connect to or to disconnect from
         self._timers = Timers()
 
     @property
@@ -60,8 +58,8 @@ class Links:
         return instance.links.get(peer.rank) if instance is not None else None
 
     def open(self, instance: PeerInstance, address: str, rank: int, now: float) -> None:
-        """Connect to a rank of an instance. After an earlier connection to the same process, this begins another generation,
-        so that the process ends the earlier one with its loans.
+        """After an earlier connection to the same process, another generation begins, so that the process ends the earlier
+        one with its loans.
         """
         epoch, generation = self._closed.pop(PeerRank(instance.name, rank), (0, 0))
         link = PeerConnection(instance.name, address, rank, next(self._dials), generation, epoch, hello_at=now)
@@ -74,7 +72,7 @@ class Links:
         self.arm(link)
 
     def redial(self, instance: PeerInstance, link: PeerConnection) -> None:
-        """Open a connection anew: libzmq does not retry one that was refused, for instance for an unknown key."""
+        """Open a connection anew: libzmq does not retry one that was refused, for instance because its key was not known."""
         problem = link.problem
         if problem == NO_ANSWER and link.instance != self._own:
             problem = f"{NO_ANSWER}, {link.unanswered} hellos sent"
@@ -89,7 +87,7 @@ class Links:
         newest = itertools.islice(reversed(self._effects), NUM_NEWEST)
         asked = next((each for each in newest if isinstance(each, Connect) and each.dial == link.dial), None)
         self._forget(link)
-        if asked is not None:  # drop both effects: an instance rejected at once is never dialled
+        if asked is not None:  # an instance rejected at once is never dialled
             self._effects.remove(asked)
             self._effects.pop()
         if link.epoch:
@@ -141,7 +139,7 @@ class Links:
     # -- the ranks that leaders name ---------------------------------------------------------------------------------
 
     def take_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
-        """Take the members of a leader's welcome that this rank connects to."""
+        """Take the ranks of a leader's welcome that this rank connects to."""
         wanted = instance.wanted or frozenset()
         named = {member.address: member.rank for member in members if member.rank in wanted - {LEADER}}
         if named == instance.members:
@@ -157,7 +155,6 @@ class Links:
         self.connect_some(now)
 
     def connect_some(self, now: float) -> None:
-        """Connect to some ranks of one instance, or disconnect from some."""
         if not self._pending:
             return
         del self._pending[name := next(iter(self._pending))]

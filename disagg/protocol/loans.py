@@ -1,12 +1,12 @@
 """Loans of staging slots: which slots of a receiver each of its writers may fill now.
 
-Each loan has its own number and is used once. The writer fills the slot and reports it until a `Lend` no longer lists the
-loan; the receiver unpacks the slot, which is then free for any writer. A `Lend` lists every loan that the receiver takes for
-unfilled, and is repeated while there are any, so it may be lost, repeated or overtaken.
+A loan has its own number and is used once. The writer fills the slot and reports it until a `Lend` no longer lists the loan;
+the receiver unpacks the slot. A `Lend` lists every loan that the receiver takes for unfilled, and is repeated while there
+are any, so it may be lost, repeated or overtaken.
 
-A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them. So a slot that is
-never returned costs the others little. Waiting writers are served in turn, a batch at a time: a message costs as much as
-copying several slots.
+A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them, so what it never
+returns costs the others no more. Waiting writers are served in turn, a batch at a time: a message costs as much as copying
+several slots.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HeldLoans(Protocol):
     @property
     def wanted(self) -> int: ...
     def listed(self, loans: Sequence[tuple[int, int]], newest: int, /) -> tuple[int, ...]:
-        """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError`, with nothing
+        """Take the peer's list. Returns the loans that were given back before. Raises `RemoteProtocolError`, with nothing
         changed, for an impossible list.
         """
 
@@ -52,7 +52,7 @@ class HeldLoans(Protocol):
 
 
 NUMBERS_OF_PROCESS = 1 << 32
-"""Loans are numbered from a random multiple of this, so that another process's number is not taken for one of these."""
+"""Numbers start at a random multiple of this, so that another process's number is not taken for one of these."""
 
 
 class Slots(Protocol):
@@ -64,13 +64,13 @@ class Slots(Protocol):
     @property
     def num_free(self) -> int: ...
     def take(self) -> int:
-        """The address of a free slot. Call it only if `num_free` is above 0."""
+        """The address of a free slot. There must be one."""
 
     def give_back(self, address: int, /) -> None:
         """Nobody writes to the slot any more."""
 
     def replace(self, address: int, /) -> bool:
-        """The slot may still be written: put another address in its place. Returns whether there is one."""
+        """The slot may still be written: let another address replace it. Returns whether there is one."""
 
     def renew(self, address: int, /) -> None:
         """Nobody writes to a replaced slot any more: it may replace another."""
@@ -78,9 +78,7 @@ class Slots(Protocol):
 
 @dataclass(eq=False)
 class Account:
-    """The loans to one connection of a peer: by number, `unfilled` ones and those that are being `unpacked`. Numbers before
-    `first` are of earlier connections, and `newest` is the last. `wants`: how many more it could fill.
-    """
+    """The loans to one connection of a peer, as addresses by number. Numbers before `first` are of earlier connections."""
 
     peer: PeerRank
     epoch: int
@@ -115,19 +113,18 @@ class Lender:
         self._slots = slots
         self._numbers = itertools.count(draw(30) * NUMBERS_OF_PROCESS + 1)
         self._accounts: dict[PeerRank, Account] = {}
-        self._retired: list[Account] = []  # of ended connections, with slots being unpacked
+        self._retired: list[Account] = []  # with slots being unpacked
         self._waiting: deque[Account] = deque()
         self._changed: dict[Account, None] = {}
         self._lost: dict[tuple[PeerRank, int], dict[int, bool]] = {}  # by address: whether it was replaced
 
     @property
     def num_lent(self) -> int:
-        """Slots that writers hold, filled or not, or that are being unpacked."""
         return sum(account.num_held for account in (*self._accounts.values(), *self._retired))
 
     @property
     def num_lost(self) -> int:
-        """Slots of lost writers that are not proved quiet, and that no other address could take the place of."""
+        """Slots that lost writers may still write, and that no other address has replaced."""
         return sum(not replaced for lost in tuple(self._lost.values()) for replaced in tuple(lost.values()))
 
     @property
@@ -137,7 +134,7 @@ class Lender:
         return f"{lost} of {total} staging slots may still be written by peers that are gone" if 2 * lost > total else ""
 
     def open(self, peer: PeerRank, epoch: int, generation: int) -> Lending | None:
-        """The terms for a connection, or `None` if this rank lends nothing. Loans to an earlier connection are void, but its
+        """The terms for a connection, or `None` if this rank lends nothing. Loans to an earlier connection are void, but
         late writes may still come.
         """
         if self._slots is None:
@@ -151,7 +148,7 @@ class Lender:
         return Lending(slot_nbytes=self._slots.slot_nbytes, first=account.first)
 
     def ahead(self, peer: PeerRank) -> None:
-        """While most slots are free, lend some to a writer that has been asked for bytes and holds none."""
+        """Lend to a writer that has been asked for bytes and holds no slot, while most are free."""
         account = self._accounts.get(peer)
         if account is None or self._slots is None or account.num_held:
             return
@@ -159,7 +156,7 @@ class Lender:
             self._lend(account, max(1, self._slots.batch // 2))
 
     def on_borrow(self, peer: PeerRank, message: Borrow) -> None:
-        """A writer could fill `wanted` slots beyond those it had seen, and gives others back."""
+        """The writer could fill `wanted` slots beyond those it had seen."""
         account = self._accounts.get(peer)
         if account is None or self._slots is None:
             return
@@ -176,8 +173,8 @@ class Lender:
         self._serve()
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None]) -> None:
-        """Unpack a slot into the session that `begin` returns; `None` frees it at once. A loan that was reported before, or
-        that the writer does not have, changes nothing.
+        """Unpack a slot into the session that `begin` returns; `None` frees it at once. A loan reported before, or not the
+        writer's, changes nothing.
         """
         account = self._accounts.get(peer)
         if account is None or self._slots is None:
@@ -197,7 +194,7 @@ class Lender:
         self._effects.append(UnpackSlot(peer, session, filled, address, account))
 
     def unpacked(self, slot: UnpackSlot) -> None:
-        """A slot was unpacked, or could not be: it is free."""
+        """A slot was unpacked, or could not be."""
         assert self._slots is not None
         account: Account = slot.account
         self._slots.give_back(account.unpacked.pop(slot.filled.loan))
@@ -234,19 +231,19 @@ class Lender:
         return max(allowed, 0)
 
     def peer_lost(self, peer: PeerRank, epoch: int, generation: int) -> None:
-        """A generation of the connection has ended. Loans to a later one stay."""
+        """Loans to a later generation stay."""
         account = self._accounts.get(peer)
         if account is not None and account.epoch == epoch and account.generation <= generation:
             self._retire(self._accounts.pop(peer))
 
     def forget(self, instance: str) -> None:
-        """An instance is unknown now. Its ranks that were never connected were not reported as lost."""
+        """A rank that was never connected was not reported as lost."""
         for peer in [peer for peer in self._accounts if peer.instance == instance]:
             self._retire(self._accounts.pop(peer))
 
     def _retire(self, account: Account) -> None:
-        """Do not lend slots that a connection may still write to before `peer_quiet`, which may never come. Other addresses
-        replace them, as long as there are any.
+        """Slots that the connection may still write to are not lent before `peer_quiet`, which may never come. Other
+        addresses replace them, as long as there are any.
         """
         assert self._slots is not None
         self._changed.pop(account, None)
@@ -261,7 +258,6 @@ class Lender:
         self._serve()
 
     def peer_quiet(self, peer: PeerRank, epoch: int) -> None:
-        """A rank lost at that epoch is proved to write no more."""
         for address, replaced in self._lost.pop((peer, epoch), {}).items():
             assert self._slots is not None
             (self._slots.renew if replaced else self._slots.give_back)(address)
@@ -280,7 +276,6 @@ class Lender:
                 self.next_tick = min(self.next_tick, account.retry_at)
 
     def flush(self, now: float) -> None:
-        """Tell each writer whose loans have changed."""
         changed, self._changed = self._changed, {}
         for account in changed:
             account.retry_s = 0.0
@@ -299,8 +294,6 @@ M = TypeVar("M", SlotsFilled, Borrow)
 
 @dataclass
 class _Repeated(Generic[M]):
-    """A message that is sent again until a `Lend` answers it."""
-
     message: M
     retry_at: float = 0.0
     retry_s: float = 0.0
@@ -314,7 +307,7 @@ class Borrower:
         self._effects = effects
         self._outbox: list[tuple[PeerRank, SlotsFilled | Borrow]] = []
         self._reported: dict[PeerRank, dict[int, _Repeated[SlotsFilled]]] = {}
-        self._wishes: dict[PeerRank, _Repeated[Borrow]] = {}  # that the receiver may still know
+        self._wishes: dict[PeerRank, _Repeated[Borrow]] = {}  # which the receiver may still have
 
     def report(self, peer: PeerRank, key: RequestKey, nonce: int, filled: Filled, now: float) -> None:
         """Report a filled slot until the receiver no longer lists its loan."""
@@ -335,9 +328,8 @@ class Borrower:
             self._ask(peer, Borrow(wanted=0, seen=loans.seen, returned=returned), now)
 
     def take(self, lent: TakeLoans, loans: HeldLoans, now: float, *, is_open: bool) -> None:
-        """Take the loans that a receiver has listed. Loans given back before are given back again, since that message was
-        lost or is late. All go back unless a request `is_open`. If there are too few, ask once more after a while. Raises
-        `RemoteProtocolError` as `HeldLoans.listed` does.
+        """Take the loans that a receiver has listed. All go back unless a request `is_open`. Loans given back before are
+        given back again: that message was lost or is late. Raises `RemoteProtocolError` as `HeldLoans.listed` does.
         """
         forgotten = loans.listed(lent.loans, lent.newest)
         if not is_open:
@@ -352,8 +344,8 @@ class Borrower:
         back_off(repeated, self._limits, now)
 
     def _ask(self, peer: PeerRank, message: Borrow, now: float) -> None:
-        """Send a request, and resend it until answered if it wants slots. Returned loans are not repeated here: the receiver
-        lists those that it has not got back, and `take` returns them again.
+        """Resend it until answered if it wants slots. Returned loans are not repeated: the receiver keeps listing those it
+        has not got back, and `take` returns them again.
         """
         self._wishes.pop(peer, None)
         if message.wanted:
@@ -390,11 +382,10 @@ class Borrower:
 
     @property
     def next_tick(self) -> float:
-        """When `tick` next has something to do."""
         return min((repeated.retry_at for _, repeated in self._repeated()), default=NEVER)
 
     def flush(self) -> None:
-        """Send the messages since the last call. Filled slots of one request share a message."""
+        """Filled slots of one request share a message."""
         if not self._outbox:
             return
         slots: dict[tuple[PeerRank, RequestKey, int], list[Filled]] = {}

@@ -40,7 +40,7 @@ Early = Reserve | Abort | Decline
 
 
 class Parked:
-    """Early messages, bounded in number and bytes per instance. Reserves count in `num_reserved`, by rank."""
+    """Bounded in number and bytes per instance. Reserves count in `num_reserved`, by rank."""
 
     def __init__(self, limits: Limits, num_reserved: Counter[PeerRank]) -> None:
         self._limits = limits
@@ -82,8 +82,8 @@ class Parked:
         return (Busy(**ids(key), nonce=message.nonce, reason=reason, retry_after_s=retry_after_s),)
 
     def find(self, request_id: bytes, *, instance: str, attempt: int | None) -> tuple[str, RequestKey] | None:
-        """The instance and the newest attempt for which something is parked, of this instance (empty: any) and this attempt
-        (`None`: any).
+        """The instance and the newest attempt with something parked, among this instance (empty: any) and attempt (`None`:
+        any).
         """
         found = [
             (key.attempt, peer.instance)
@@ -126,7 +126,6 @@ class Parked:
         return next(iter(self._order.values()), NEVER)
 
     def expire(self, now: float) -> Iterator[tuple[PeerRank, Early]]:
-        """Remove and yield the messages that have been parked for too long."""
         while self._order:
             (key, peer), expires = next(iter(self._order.items()))
             if now < expires:

@@ -26,11 +26,11 @@ MAX_HEARTBEAT_S = 1_000_000
 class ConnectionLimits:
     """Times of the handshake and of liveness; seconds.
 
-    Every `heartbeat_s` libzmq pings each peer. This rank renews its hello every `renew_s`, and at least every
-    `max_hello_retry_s` while ranks of the peer's instance are not ready. A peer whose libzmq does not answer for
-    `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`. An instance that was
-    admitted, or named by a request only, is forgotten when it has not been ready for `forget_s`, and at once if its host
-    refuses connections to its address, or is not known, and no connection of it is there.
+    libzmq pings each peer every `heartbeat_s`; one that does not answer for `heartbeat_timeout_s` is lost. A hello is
+    renewed every `renew_s`, and at least every `max_hello_retry_s` while ranks of the peer's instance are not ready. A
+    refused peer gets another hello after `refused_retry_s`. An instance that was admitted, or named by a request only, is
+    forgotten when it has not been ready for `forget_s`, or at once if its host refuses connections or is unknown and no
+    connection of it is there.
     """
 
     hello_retry_s: float = 0.2
@@ -42,12 +42,12 @@ class ConnectionLimits:
 
     @property
     def renew_s(self) -> float:
-        """How often a hello is renewed while nothing changes: what it tells has come by other ways by then."""
+        """The interval of renewals while nothing changes. Changes arrive sooner by other messages."""
         return 8 * self.heartbeat_s
 
     @property
     def connect_back_s(self) -> float:
-        """How long a peer that has answered may take to connect to this rank: its interpreter may be busy."""
+        """A peer that has answered must connect to this rank within this time: its interpreter may be busy."""
         return 4 * self.heartbeat_timeout_s
 
     def __post_init__(self) -> None:
@@ -58,8 +58,6 @@ class ConnectionLimits:
 
 @dataclass(frozen=True)
 class Identity:
-    """This rank, as it introduces itself."""
-
     instance: str
     rank: int
     num_ranks: int
@@ -136,7 +134,7 @@ class Unanswered(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Effect: a rank answered our hello; transfers to it may start."""
+    """Effect: a rank answered a hello; transfers to it may start."""
 
     peer: PeerRank
     epoch: int
@@ -144,8 +142,8 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Effect: this generation of the connection to a rank has ended. `expected`: the rank said goodbye, or this side forgets
-    its instance.
+    """Effect: this generation of the connection has ended. `expected`: the rank said goodbye, or this side forgets its
+    instance.
     """
 
     peer: PeerRank

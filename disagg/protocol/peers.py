@@ -1,9 +1,7 @@
 """The peer table: configured instances, handshakes with their ranks, and liveness. No I/O and no clock.
 
-Messages from a peer count only after its hello was accepted. A peer lives as long as the connection that it opened to this
-rank: libzmq pings it, even while the peer's interpreter is busy. Once that connection has ended, the peer has
-`CLOSED_GRACE_S` to open another; the sessions resend what was lost. A name belongs to one process at a time, as
-docs/protocol.md says.
+docs/protocol.md has the rules. A peer lives as long as the connection that it opened to this rank: libzmq pings it, even
+while the peer's interpreter is busy. Once that connection has ended, the peer has `CLOSED_GRACE_S` to open another.
 """
 
 from __future__ import annotations
@@ -35,26 +33,25 @@ from disagg.protocol.types import NEVER, PeerRank
 
 RECONNECT_AFTER = 4
 MIN_RETRY_S = 0.01
-"""The shortest wait before a busy peer gets another hello."""
 CLOSED_GRACE_S = 0.5
 ASK_AGAIN_S = 0.1
-"""The interval of hellos that ask a peer to connect again: one that is sent on a dead connection is lost."""
+"""How often a peer is asked to connect again: a hello that is sent on a dead connection is lost."""
 FORGET_CHECK_S = 0.5
 NUM_PHASES = 16
-"""Renewal periods differ by connection, so that a thousand peers are not renewed at once."""
+"""So that a thousand peers are not renewed at once."""
 MAX_ADMITTED = 1024
 """The limit on instances that are not configured for good."""
 GREET_AGAIN_S = 5.0
-"""A hello due later than this waits because the peer has refused the last one."""
+"""A hello due later than this waits because the peer refused the last one."""
 HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
 """Returns the welcome for a configured peer's hello. Raises `DisaggError` to reject it for good, `Undecided` to be asked
 again.
 """
 Admit = Callable[[str, str, str], bool]
-"""Whether an instance with this name, leader's address and public key (empty: without keys) may connect."""
+"""Whether an instance of this name, leader's address and public key (empty: without keys) may connect."""
 WelcomeValidator = Callable[[Welcome], tuple[int, frozenset[int]]]
-"""Returns the peer's number of ranks, and those that this rank connects to, the leader among them. Raises as a
-`HelloAcceptor` does.
+"""Returns the peer's number of ranks, and those that this rank connects to, the leader among them. Raises as
+`HelloAcceptor`.
 """
 
 
@@ -92,8 +89,8 @@ class PeerTable:
     # -- configuration -----------------------------------------------------------------------------------------------
 
     def add_peer(self, name: str, address: str, public_key: str | None, now: float, *, lasting: bool = True) -> None:
-        """Configure an instance by the address of its leader. A new address or key replaces the connections; with the same
-        key, ranks stay accepted at epochs that this side does not know yet. An instance that is not `lasting` is forgotten
+        """Configure an instance by the address of its leader. A new address or key replaces the connections. With the same
+        key, a rank that restarted and has already sent hello stays accepted. An instance that is not `lasting` is forgotten
         after an absence.
         """
         known = self.instances.get(name)
@@ -122,7 +119,7 @@ class PeerTable:
         self._inbound.forget_instance(name, epochs)
 
     def _add_unknown(self, hello: Hello, user: str, now: float) -> bool:
-        """Add an unconfigured instance if the server admits it. Raises `RemoteProtocolError` for too many."""
+        """Raises `RemoteProtocolError` for too many."""
         if self._admits is None or hello.leader is None:
             return False
         if sum(instance.forget_at < NEVER for instance in self.instances.values()) >= MAX_ADMITTED:
@@ -135,7 +132,7 @@ class PeerTable:
         return True
 
     def _expel(self, name: str) -> None:
-        """Forget an admitted instance whose hello was rejected, unless it is connected."""
+        """Forget an admitted instance whose hello was rejected."""
         instance = self.instances.get(name)
         if instance is not None and instance.admitted and not instance.is_connected:
             self.remove_peer(name, "its hello was rejected")
@@ -148,7 +145,6 @@ class PeerTable:
                 self.remove_peer(instance.name, f"it has been away for {self._limits.forget_s} s")
 
     def set_leader(self, address: str) -> None:
-        """Set the leader of this instance. `join` connects to it."""
         self._siblings = PeerInstance(self.identity.instance, address, self.members.own_key)
 
     @property
@@ -158,32 +154,32 @@ class PeerTable:
         return None if self._siblings is None else self._siblings.address
 
     def join(self, now: float) -> None:
-        """Connect to the leader of this instance, if that is another rank."""
+        """Connect to the leader of this instance."""
         if self._siblings is not None:
             self._links.open(self._siblings, self._siblings.address, LEADER, now)
 
     def cannot_dial(self, dial: int, problem: str) -> None:
-        """A connection could not be opened. It is tried again later."""
+        """A connection could not be opened."""
         link = self._links.get(dial)
         if link is not None:
             link.cannot_dial(problem, RECONNECT_AFTER)
 
     def on_gone(self, dial: int, cause: str) -> None:
-        """Nobody is at the other end: the host refuses the connection, or its name is unknown."""
+        """The host of a connection refuses it, or its name is unknown."""
         link = self._links.get(dial)
         if link is not None and self._may_be_gone(link):
             self.remove_peer(link.instance, cause)
 
     def _may_be_gone(self, link: PeerConnection) -> bool:
-        """Whether the instance is forgotten if nobody is at the other end. That holds for a leader whose instance is not
-        configured for good, and that is neither ready nor connected to this rank.
+        """Whether the instance is forgotten if nobody is at the other end: that is its leader, the instance is not
+        configured for good, and neither side is connected.
         """
         instance = self._instance_of(link)
         is_passing = instance.forget_at < NEVER and link.address == instance.address
         return is_passing and not link.is_ready and self._inbound.of(link.peer) is None
 
     def dialled(self, dial: int, now: float) -> None:
-        """A connection was opened after its host name was resolved. Earlier messages on it were lost, so say hello again."""
+        """A connection was opened after its host name was resolved. Earlier messages on it were lost."""
         link = self._links.get(dial)
         if link is not None:
             self._links.greet_soon(link, now)
@@ -192,11 +188,9 @@ class PeerTable:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that this one connects to."""
         return len(self._links)
 
     def expected_at(self, dial: int) -> PeerRank | None:
-        """The rank that a connection leads to; `None` for an unknown connection."""
         link = self._links.get(dial)
         return link.peer if link is not None else None
 
@@ -214,7 +208,7 @@ class PeerTable:
     # -- connections that peers opened -------------------------------------------------------------------------------
 
     def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
-        """Take a message from a connection that a peer opened. Returns the peer if the message is for the sessions."""
+        """Returns the peer if the message is for the sessions."""
         if isinstance(message, Hello):
             self._on_hello(connection, user, message, now)
             return None
@@ -244,7 +238,7 @@ class PeerTable:
         return accepted.peer
 
     def on_ended(self, peer: PeerRank, epoch: int, now: float) -> None:
-        """The process of a rank at this epoch is proved to have ended. What it sent is not accepted from now on."""
+        """The process of a rank is proved to have ended. Nothing it sent is accepted from now on."""
         accepted, link = self._inbound.of(peer), self.link(peer)
         if accepted is not None and accepted.epoch == epoch:
             self._inbound.forget(accepted.connection)
@@ -297,7 +291,7 @@ class PeerTable:
         except LayoutError as error:
             self._reject(connection, str(error), final=True)
             return
-        if hello.peer_epoch != self.identity.epoch:  # its generation counts for an earlier process
+        if hello.peer_epoch != self.identity.epoch:  # of an earlier process
             hello = msgspec.structs.replace(hello, generation=0)
         try:
             welcome = self._accept_hello(hello, self.members.named)
@@ -314,9 +308,7 @@ class PeerTable:
         self.effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
 
     def _is_for_another(self, connection: bytes, hello: Hello) -> bool:
-        """Reject a hello meant for another rank. If accepted, it would replace the connection that the same process opened
-        under the right name.
-        """
+        """Reject a hello meant for another rank. If accepted, it would replace the same process's rightful connection."""
         me = self.identity
         if hello.to is None or hello.to == me.peer:
             return False
@@ -355,7 +347,7 @@ class PeerTable:
         self.effects.append(ReplyOn(connection, Renew()))
 
     def _greet_again(self, peer: PeerRank, now: float) -> None:
-        """A peer says hello: if it had refused this rank for a reason that may pass, ask it again."""
+        """If the peer had refused this rank for a reason that may pass, ask it again, now that it says hello."""
         link = self._links.to(peer)
         if link is None:
             return
@@ -379,7 +371,6 @@ class PeerTable:
             self._links.greet_soon(link, now)
 
     def _confirm(self, link: PeerConnection, now: float) -> None:
-        """The peer has a connection to this rank: note that, or greet it in return."""
         if link.is_ready:
             link.confirm()
         elif not link.is_refused:
@@ -409,8 +400,8 @@ class PeerTable:
         self._links.arm(link)
 
     def _refuse(self, link: PeerConnection, problem: str, now: float, *, final: bool) -> None:
-        """Say hello again much later, since a change at the peer brings its own hello. If that hello has already come, or
-        cannot come (a leader sends none to its own ranks), try again soon, unless the reason is final.
+        """Say hello again much later, since a change at the peer brings its own hello. If that has already come, or never
+        will (a leader sends none to its own ranks), say it soon, unless the reason is final.
         """
         if final:
             link.reject(problem, now + self._limits.refused_retry_s)
@@ -437,7 +428,7 @@ class PeerTable:
             self._links.drop(link, "restarted")
             link.begin(welcome.epoch, 0)
         if welcome.generation != link.generation:
-            return  # the answer to an earlier generation's hello, whose loans are void
+            return  # of an earlier generation, whose loans are void
         if link.is_ready and link.lending not in (None, welcome.lending):
             self._links.lose(link, "the peer has started a new connection", now)
             return
@@ -482,7 +473,6 @@ class PeerTable:
         return 0.0 if self._links.is_pending else self._links.next_due
 
     def _greet(self, link: PeerConnection, now: float) -> None:
-        """Send a hello. One to a ready peer renews its welcome, which names the ranks of its instance."""
         limits = self._limits
         instance = self._instance_of(link)
         is_awaited = not link.is_ready or instance is self._siblings
@@ -508,7 +498,7 @@ class PeerTable:
         return ASK_AGAIN_S if link.has_ended else self._limits.heartbeat_s
 
     def _renew_at(self, link: PeerConnection, now: float) -> float:
-        """When to renew a connection. Renewals are grouped, so that this rank wakes up less often."""
+        """Renewals are grouped, so that this rank wakes up less often."""
         together_s = self._limits.heartbeat_s / 4
         later_s = self._limits.renew_s * (1 - link.dial % NUM_PHASES / (2 * NUM_PHASES))
         return math.ceil((now + later_s) / together_s) * together_s

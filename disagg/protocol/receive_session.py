@@ -62,9 +62,7 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveStep], ReceiveState] = {
 
 
 MAX_STEPS = 1 << 16
-"""The limit on steps to account for one complete message: ranges, times the layers that each names. Honest writers join
-their ranges.
-"""
+"""To account for one complete message: ranges, times the layers that each names. Honest writers join their ranges."""
 MAX_NAMED = 8
 
 
@@ -79,9 +77,7 @@ class Coverage:
         self._by_layer: dict[int, Ranges] | None = None
 
     def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> int:
-        """Account for `[start, stop)` in `layers`. Unexpected layers and empty ranges are ignored. Returns the number of
-        steps.
-        """
+        """Unexpected layers and empty ranges are ignored. Returns the number of steps."""
         if start >= stop:
             return 1
         if self._by_layer is None:
@@ -117,9 +113,7 @@ class Coverage:
 
 
 class WriterState(State):
-    """One writer as the receiver knows it. `RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`: the peer is
-    gone, and may still write.
-    """
+    """`RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`: the peer is gone, and may still write."""
 
     RESERVED = "reserved"
     COMPLETE = "complete"
@@ -155,8 +149,8 @@ WRITER_TABLE: dict[tuple[WriterState, WriterStep], WriterState] = {
 
 @dataclass
 class Writer:
-    """One elected writer of a receive. `owed` has the packed bytes of each chunk once its complete message has come. `lost_at`
-    is the epoch at which it was last lost.
+    """`owed` has the packed bytes of each chunk, from the complete message. `lost_at` is the epoch at which it was last
+    lost.
     """
 
     coverage: dict[str, Coverage]
@@ -177,7 +171,7 @@ class Writer:
         return self.state is WriterState.LOST and self.lost_at == epoch
 
     def account(self, written: Iterable[Written]) -> bool:
-        """Account for what it has written. Returns whether that took no more than `MAX_STEPS`."""
+        """Returns whether it took no more than `MAX_STEPS`."""
         steps = 0
         for each in written:
             coverage = self.coverage.get(each.component)
@@ -189,7 +183,6 @@ class Writer:
 
     @property
     def waiting(self) -> bool:
-        """Whether the last message to it awaits an answer."""
         return self.state in (WriterState.RESERVED, WriterState.ABORTING) and self.reserve is not None
 
     @property
@@ -206,7 +199,7 @@ Expected = Mapping[int, Mapping[str, tuple[tuple[int, ...], TokenRange]]]
 
 @dataclass
 class ReceiveSession:
-    """One request that this rank receives. `streams` are the streams of its packed chunks; they are kept until it has ended."""
+    """`streams` are those of its packed chunks."""
 
     key: RequestKey
     peer: str
@@ -238,12 +231,10 @@ class ReceiveSession:
 
     @property
     def reserved(self) -> bool:
-        """Whether the local kernels have finished with the rows."""
         return self.state is not ReceiveState.WAITING
 
     @property
     def due(self) -> float:
-        """When time alone next changes something."""
         if self.ended:
             return NEVER
         judged = self.drain_deadline if self.state is ReceiveState.ABORTING else self.deadline

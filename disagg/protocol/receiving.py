@@ -99,7 +99,6 @@ class Receives:
         return session
 
     def ready(self, session: ReceiveSession, now: float) -> None:
-        """The rows may be written now: reserve them."""
         if not session.step(ReceiveStep.READY):
             return
         for writer, at in session.writers.items():
@@ -113,7 +112,6 @@ class Receives:
         self._effects.append(SendMessage(peer, writer.reserve))
 
     def abort(self, session: ReceiveSession, error: DisaggError, now: float) -> None:
-        """End the request with `error`. Does nothing once it has ended."""
         if not session.step(ReceiveStep.FAILURE):
             return
         session.error = error
@@ -136,7 +134,6 @@ class Receives:
         return Abort(**ids(session.key), nonce=session.nonce, reason=brief(session.error))
 
     def _judge(self, session: ReceiveSession) -> None:
-        """Succeed once every writer is complete. With `verify`, verify the rows first."""
         if session.local_work:  # a slot that no writer owes is being unpacked into the rows
             return
         for writer in session.writers.values():
@@ -203,7 +200,6 @@ class Receives:
         self._conclude(session, peer, writer, now)
 
     def _conclude(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
-        """A writer is complete once its `Complete` has come and everything is unpacked."""
         if session.state is not ReceiveState.OPEN or not writer.has_everything:
             return
         writer.step(WriterStep.COVERED)
@@ -215,7 +211,7 @@ class Receives:
         self._judge(session)
 
     def begin_unpack(self, peer: PeerRank, message: SlotsFilled) -> ReceiveSession | None:
-        """The session to unpack a slot into, or `None` if it no longer needs it. Its rows stay leased until `end_unpack`."""
+        """The session to unpack a slot into, if it still needs it. Its rows stay leased until `end_unpack`."""
         session = self._receive_of(peer, message)
         if session is None or session.state is not ReceiveState.OPEN or session.writers.get(peer) is None:
             return None
@@ -261,7 +257,7 @@ class Receives:
             self._timers.arm(session)
 
     def answer_unknown(self, peer: PeerRank, message: SlotsFilled) -> None:
-        """Answer about an attempt that is unknown or has ended, so that its writer does not wait for a deadline."""
+        """Answer about an unknown or ended attempt, so that its writer does not wait for a deadline."""
         session = self._receive_of(peer, message)
         if session is None or peer not in session.writers:
             self._answer_ended(peer, message)
@@ -281,7 +277,7 @@ class Receives:
             )
 
     def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, direct: bool = True) -> None:
-        """Its requests end. Rows that it may still write stay leased until `peer_quiet`."""
+        """Rows that the peer may still write stay leased until `peer_quiet`."""
         for session in [found for found in self.sessions.values() if peer in found.writers]:
             writer = session.writers[peer]
             if writer.state.quiet or writer.state is WriterState.LOST:

@@ -60,8 +60,8 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 
 @dataclass
 class Destination:
-    """One destination rank of a send. `sums` are by component, added up over its chunks. `took` is that of the `Complete`.
-    `knows_failure`: the receiver knows that the attempt has failed. `lost_at` is the epoch at which the peer was lost.
+    """`sums` are by component, over its chunks. `knows_failure`: the receiver knows that the attempt has failed. `lost_at`
+    is the epoch at which the peer was lost.
     """
 
     state: SendState = SendState.AWAITED
@@ -86,7 +86,7 @@ class Destination:
         return take_step(SEND_TABLE, self, step)
 
     def settle(self, chunk: int, *, packed: int, sums: Iterable[PartialChecksums], unsettled: bool) -> None:
-        """Note how the transfer of a chunk has ended. Checksums add up modulo 2**64."""
+        """Checksums of chunks add up modulo 2**64."""
         self.in_flight.discard(chunk)
         (self.unsettled.add if unsettled else self.unsettled.discard)(chunk)
         if packed:
@@ -96,7 +96,6 @@ class Destination:
             self.sums[part.component] = part if known is None else _added(known, part)
 
     def is_under_way(self, chunk: int) -> bool:
-        """Whether the transfer of a chunk may still run."""
         return chunk in self.in_flight or chunk in self.unsettled
 
     @property
@@ -109,7 +108,6 @@ class Destination:
 
     @property
     def is_read_for(self) -> bool:
-        """Whether the rows may still be read for it."""
         return self.state is SendState.ACTIVE or not self.quiet
 
     @property
@@ -120,14 +118,13 @@ class Destination:
 
     @property
     def reserved(self) -> Reserve:
-        """Its reserve, which must have arrived."""
         assert self.reserve is not None
         return self.reserve
 
 
 @dataclass
 class SendSession:
-    """One request that this rank sends, to every destination rank that it is an elected writer of.
+    """One request that this rank sends.
 
     It is bound to a peer from the start, or by the first message about it. Until then `expected` is `None`, `peer` may be
     empty (any), and the attempt of `key` counts only unless `any_attempt`. `names_attempt`: one attempt was offered to any
@@ -183,7 +180,7 @@ class SendSession:
         return destination
 
     def decline(self, peer: PeerRank) -> None:
-        """A rank needs nothing. This rank may not be one of its writers."""
+        """This rank may not write to the peer at all."""
         if self.may_reserve(peer):
             destination = self._destination(peer, "the receiver has declined the request")
             destination.ok = destination.step(SendStep.DECLINED) or destination.ok
@@ -202,12 +199,10 @@ class SendSession:
 
     @property
     def is_read(self) -> bool:
-        """Whether the rows may still be read."""
         return any(destination.is_read_for for destination in self.destinations.values())
 
     @property
     def failure(self) -> RequestAborted | None:
-        """Why the first destination that failed did so."""
         worst = next((d for d in self.destinations.values() if not d.ok), None)
         return None if worst is None else RequestAborted(worst.reason or "a destination failed", cause=worst.cause)
 

@@ -1,4 +1,4 @@
-"""The requests that one rank sends, by peer and attempt, and early messages about requests that are not open yet."""
+"""The requests that one rank sends, and early messages about requests that are not open yet."""
 
 from __future__ import annotations
 
@@ -14,32 +14,26 @@ from disagg.protocol.types import Limits, PeerRank, RequestKey
 Readers = tuple[frozenset[int], int]
 """The group ranks of an instance that this rank writes to, and the size of its groups."""
 ANY = ""
-"""In the place of a peer's name: any peer."""
 Offer = tuple[str, bytes, int | None]
 """The peer (empty: any), the id and the attempt (`None`: any) of a request that waits for its first message."""
 
 
 class SendTable:
-    """Sessions that are bound to a peer, offers that are not, and tombstones of ended ones.
-
-    `readers_of` knows every instance whose messages arrive.
-    """
+    """`readers_of` knows every instance whose messages arrive."""
 
     def __init__(self, limits: Limits, readers_of: Callable[[str], Readers]) -> None:
         self._readers_of = readers_of
         self.sessions: dict[tuple[str, RequestKey], SendSession] = {}
         self.offers: dict[Offer, SendSession] = {}
         self.served: dict[RequestKey, set[str]] = {}
-        """The instances that each attempt is served to."""
         self.num_reserved: Counter[PeerRank] = Counter()
-        """The reserves of each rank, of sessions and parked."""
+        """Those of sessions, and parked ones."""
         self.parked = Parked(limits, self.num_reserved)
         self.ended = Tombstones(limits.max_tombstones)
 
     def open(self, session: SendSession) -> list[tuple[PeerRank, Early]]:
-        """Add a session, or offer it if it is not bound. Returns the messages that have come for it; one binds it.
-
-        Raises `LocalProtocolError` if the same is offered already, or was opened before.
+        """Add a session, or offer it if it is not bound. Returns the messages that have come for it; one binds it. Raises
+        `LocalProtocolError` if the same is offered already, or was opened before.
         """
         offer = peer, request_id, attempt = _offer_of(session)
         if offer in self.offers:
@@ -73,7 +67,7 @@ class SendTable:
         return None
 
     def remove(self, session: SendSession, reason: str) -> bool:
-        """Forget a session that has ended. Returns whether it was there."""
+        """Returns whether it was there."""
         if self.offers.pop(_offer_of(session), None) is not None:
             if session.names_attempt:
                 self.ended.put(ANY, session.key, Tombstone(None, reason=reason))

@@ -37,8 +37,6 @@ MAX_RESENT = 20
 
 
 class Sends:
-    """Every request that this rank sends. `readers_of`: see `SendTable`."""
-
     def __init__(
         self,
         *,
@@ -82,7 +80,6 @@ class Sends:
         return session
 
     def _take(self, messages: Iterable[tuple[PeerRank, Early]], now: float) -> None:
-        """Take messages that came before their session was opened."""
         for peer, message in messages:
             match message:
                 case Reserve():
@@ -94,9 +91,7 @@ class Sends:
                     self.on_abort(peer, message, now)
 
     def send(self, session: SendSession, chunk: Chunk, now: float) -> None:
-        """Send `chunk` to every destination, now or once it reserves. Raises `LocalProtocolError` after `finish`. Does
-        nothing on a request that has ended.
-        """
+        """Send `chunk` to every destination, now or once it reserves. Raises `LocalProtocolError` after `finish`."""
         if session.finished:
             raise LocalProtocolError(f"request {session.key}: nothing can be sent after finish()")
         if session.error is not None:
@@ -107,7 +102,7 @@ class Sends:
             self._progress(session, peer, destination, now)
 
     def finish(self, session: SendSession, payload: bytes, now: float) -> None:
-        """Nothing more will be sent. Raises `LocalProtocolError` the second time."""
+        """Raises `LocalProtocolError` the second time."""
         if session.finished:
             raise LocalProtocolError(f"request {session.key}: finish() was already called")
         session.finished, session.payload = True, payload
@@ -116,8 +111,8 @@ class Sends:
         self._settle(session)
 
     def abort(self, session: SendSession, error: DisaggError, now: float) -> None:
-        """End the request towards every destination, including those still to reserve. The server gets its event at once;
-        the lease is released when nothing reads the rows.
+        """End the request towards every destination, including those still to reserve. The server gets its event at once.
+        The lease is released once nothing reads the rows.
         """
         if session.reported:
             return
@@ -138,8 +133,8 @@ class Sends:
         sums: tuple[PartialChecksums, ...] = (),
         took: tuple[float, ...] = (),
     ) -> None:
-        """A transfer is done, failed with `error`, or (`unsettled`) not provably finished. `packed`, `sums`, `took` are for
-        the complete message. An unsettled transfer may be reported again once it has settled.
+        """A transfer is done, failed with `error`, or (`unsettled`) not provably finished; it may be reported again once it
+        has settled. `packed`, `sums`, `took` are for the complete message.
         """
         session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None or not destination.is_under_way(ticket.chunk):
@@ -178,7 +173,7 @@ class Sends:
             self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
 
     def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
-        """A destination needs nothing of this rank, which may not be one of its writers at all."""
+        """The destination needs nothing of this rank, which may not be a writer of its instance at all."""
         key = key_of(message)
         if message.source_group != self._group or self._claim(peer, key, now) is not None:
             return
@@ -190,7 +185,7 @@ class Sends:
         self._settle(session)
 
     def on_wanted(self, peer: PeerRank, message: Wanted, now: float) -> None:
-        """A receiver waits before it reserves. This binds nothing, and an unknown request changes nothing."""
+        """A receiver waits before it reserves. This binds nothing."""
         key = key_of(message)
         session = self.sessions.get((peer.instance, key)) or self.table.offer(peer.instance, key)
         if session is not None and message.source_group == self._group:
@@ -237,7 +232,7 @@ class Sends:
     # -- peers and time ----------------------------------------------------------------------------------------------
 
     def peer_lost(self, peer: PeerRank, cause: str, *, epoch: int = 0) -> None:
-        """Its share of every request ends. Source rows stay leased while a transfer to it may still read them."""
+        """Source rows stay leased while a transfer to the peer may still read them."""
         self.parked.drop_peer(peer)
         for session in [found for found in self.sessions.values() if found.peer == peer.instance]:
             destination = session.destinations.get(peer)
@@ -248,7 +243,6 @@ class Sends:
                 self._settle(session)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """A peer lost at that epoch is proved quiet: nothing is in flight to it."""
         for session in list(self.sessions.values()):
             destination = session.destinations.get(peer)
             if destination is not None and destination.state is SendState.LOST and destination.lost_at == epoch:
@@ -257,7 +251,7 @@ class Sends:
                 self._settle(session)
 
     def forget(self, instance: str, now: float) -> None:
-        """An instance is forgotten: its requests end. Ranks that never connected were not reported as lost."""
+        """Ranks that never connected were not reported as lost, so their requests end here."""
         removed = f"peer {instance!r} was removed"
         for session in self.table.of(instance):
             for peer in tuple(session.destinations):
@@ -313,7 +307,6 @@ class Sends:
         self._settle(session)
 
     def _start_chunks(self, session: SendSession, peer: PeerRank, destination: Destination) -> None:
-        """Start every chunk not yet started for this destination."""
         if destination.state is not SendState.ACTIVE or destination.reserve is None:
             return
         needs = destination.reserve.need
@@ -330,8 +323,7 @@ class Sends:
     def _progress(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
         """Tell the destination that all has landed, or that nothing is in flight after a failure.
 
-        After the server's abort, nothing is reported as landed: the rows may hold another request by then. The abort
-        follows.
+        After the server's abort nothing is reported as landed: the last bytes may be another request's.
         """
         has_landed = session.finished and destination.quiet and not session.lease.withdrawn
         if destination.state is SendState.ACTIVE and has_landed:
@@ -357,7 +349,7 @@ class Sends:
     def _fail(
         self, session: SendSession, peer: PeerRank, destination: Destination, reason: str, now: float, *, knows: bool = False
     ) -> None:
-        """End the attempt towards this destination. `knows`: the failure is the receiver's own."""
+        """`knows`: the failure is the receiver's own."""
         if not destination.step(SendStep.FAILURE):
             return
         destination.reason = destination.reason or reason
@@ -369,7 +361,7 @@ class Sends:
         self._progress(session, peer, destination, now)
 
     def _resend(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        """Resend the last message. After `MAX_RESENT` times with nothing in flight, give up: a receiver that still waits
+        """Resend the last message. Give up after `MAX_RESENT` times with nothing in flight: a receiver that still waits
         asks, and is answered without the session.
         """
         if destination.state is SendState.COMPLETED:
@@ -399,7 +391,6 @@ class Sends:
             self._close(session)
 
     def _close(self, session: SendSession) -> None:
-        """Return the loans of each destination that has no other request."""
         for peer in [peer for peer, destination in session.destinations.items() if destination.reserve is not None]:
             add(self.table.num_reserved, peer, -1)
             self._return_loans(peer)

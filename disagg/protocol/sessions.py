@@ -40,7 +40,7 @@ from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMess
 
 
 class Sessions:
-    """One rank's side of every request. Not thread-safe: one thread owns it.
+    """Not thread-safe: one thread owns it.
 
     `epoch` is that of this rank's process. `slots` are what it lends to its writers, `draw` returns that many random bits.
     `readers_of`: see `SendTable`.
@@ -66,8 +66,8 @@ class Sessions:
         self.borrower = Borrower(limits=limits, effects=self.effects)
 
     def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
-        """Take a message of an accepted peer. One that fits no request changes nothing, or is answered. Raises
-        `RemoteProtocolError` for a message that is not about requests.
+        """A message that fits no request changes nothing, or is answered. Raises `RemoteProtocolError` for a message that is
+        not about requests.
         """
         match message:
             case Reserve():
@@ -102,20 +102,17 @@ class Sessions:
                 raise RemoteProtocolError(f"peer {peer}: expected a message about a request, found {found}")
 
     def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
-        """Report a written slot to the destination, unless it is lost: it knows nothing of the loan then, and would never
-        answer.
-        """
+        """Report a written slot to its destination. A lost one would never answer."""
         session = self.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
         if destination is not None and destination.state is not SendState.LOST:
             self.borrower.report(ticket.peer, ticket.key, destination.reserved.nonce, filled, now)
 
     def take_loans(self, lent: TakeLoans, loans: HeldLoans, now: float) -> None:
-        """Carry out `TakeLoans` on the loans of that connection. Raises `RemoteProtocolError` as `HeldLoans.listed` does."""
+        """Raises `RemoteProtocolError` as `HeldLoans.listed` does."""
         self.borrower.take(lent, loans, now, is_open=self.sends.has_open(lent.peer))
 
     def unpacked(self, slot: UnpackSlot, now: float, *, error: str = "") -> None:
-        """A slot has been unpacked into its session's rows, or could not be."""
         self.lender.unpacked(slot)
         filled = slot.filled
         self.receives.end_unpack(slot.session, slot.peer, chunk=filled.chunk, nbytes=filled.nbytes, now=now, error=error)
@@ -123,8 +120,8 @@ class Sessions:
     def peer_lost(
         self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, generation: int = 0, direct: bool = True
     ) -> None:
-        """The process of a peer, or this generation of its connection, is gone for good. One that is not `direct` has
-        written slots only, never rows.
+        """The process of a peer, or this generation of its connection, is gone. One that is not `direct` has written slots
+        only.
         """
         self.receives.peer_lost(peer, cause, now, epoch=epoch, direct=direct)
         self.sends.peer_lost(peer, cause, epoch=epoch)
@@ -132,13 +129,12 @@ class Sessions:
         self.borrower.peer_lost(peer)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """A peer lost at that epoch is proved quiet: neither side can touch the other's memory."""
+        """The peer lost at that epoch and this rank cannot touch each other's memory any more."""
         self.receives.peer_quiet(peer, epoch=epoch)
         self.sends.peer_quiet(peer, epoch=epoch)
         self.lender.peer_quiet(peer, epoch)
 
     def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
-        """Tell these ranks of an instance that nothing is needed of them."""
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
         self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
@@ -171,5 +167,4 @@ class Sessions:
 
     @property
     def next_tick(self) -> float:
-        """When `tick` may next have something to do; infinity if nothing is open."""
         return min(self._timers.next, self.sends.parked.next_expiry, self.lender.next_tick, self.borrower.next_tick)

@@ -29,8 +29,6 @@ NEVER = float("inf")
 
 
 class PeerRank(NamedTuple):
-    """A rank of another instance."""
-
     instance: str
     rank: int
 
@@ -57,8 +55,8 @@ def check_seconds(given: object, what: str, *, most: float = NEVER) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance, but `max_quarantined` and
-    `max_tombstones` are for all of them. Raises `ConfigError` for a time that is not above 0, and a negative count.
+    """Bounds and times of the protocol, in seconds. Counts and bytes are per peer instance, but `max_quarantined` and
+    `max_tombstones` for all. Raises `ConfigError` for a time that is not above 0 or a negative count.
     """
 
     max_parked_reserves: int = 16384
@@ -103,7 +101,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class State(enum.Enum):
-    """A key of a transition table. Hashed by identity, because `enum` computes its hash in Python."""
+    """Hashed by identity, because `enum` computes its hash in Python."""
 
     __hash__ = object.__hash__
 
@@ -117,7 +115,7 @@ class HasState(Protocol[StateT]):
 
 
 def take_step(table: Mapping[tuple[StateT, StepT], StateT], machine: HasState[StateT], step: StepT) -> bool:
-    """Take a step of the table. If the table does not have it, change nothing and return `False`."""
+    """Take a step. If the table does not have it, change nothing and return `False`."""
     after = table.get((machine.state, step))
     if after is None:
         return False
@@ -181,19 +179,19 @@ class TakeLoans(msgspec.Struct, frozen=True):
 
 
 class ReturnLoans(msgspec.Struct, frozen=True):
-    """Effect: no request is open towards the peer, so its loans go back."""
+    """Effect: no request is open towards the peer."""
 
     peer: PeerRank
 
 
 class ReleaseLease(msgspec.Struct, frozen=True):
-    """Effect: nothing touches the rows of a lease any more."""
+    """Effect: nothing touches the rows any more."""
 
     lease: Lease
 
 
 class QuarantineLease(msgspec.Struct, frozen=True):
-    """Effect: the rows of a lease are not proved quiet, for this reason."""
+    """Effect: the rows are not proved quiet."""
 
     lease: Lease
     reason: str
@@ -245,5 +243,5 @@ def ids(key: RequestKey) -> dict[str, Any]:
 
 
 def brief(error: DisaggError | str | None) -> str:
-    """An error as the reason of a message: truncated to the wire's limit, and valid UTF-8."""
+    """Truncated to the wire's limit, and valid UTF-8."""
     return str(error or "")[:4096].encode(errors="replace").decode()
