@@ -1,4 +1,4 @@
-"""Descriptors that this process can still open."""
+"""File descriptors that this process can still open."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import os
 import resource
 
 NEEDED = 32
-"""Descriptors that must be free before an engine connects: more than one connection of any engine takes."""
+"""More than one connection of any engine takes."""
 PER_RANK = 8
-"""Descriptors that a connected rank may take: 5 with `cma`, 8 with NIXL over TCP."""
+"""What a connected rank may take: 5 with `cma`, 8 with NIXL over TCP."""
 FOR_SERVER = 256
-"""Descriptors that are left to the model server."""
+"""Left to the model server."""
 
 
 def soft_limit() -> int:
-    """How many descriptors this process may have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def too_many_ranks(num_ranks: int) -> str:
-    """Why so many ranks may take more descriptors than this process may have; empty if not."""
+    """Why this many ranks may need too many descriptors; empty if not."""
     limit, wanted = soft_limit(), num_ranks * PER_RANK + FOR_SERVER
     if limit in (resource.RLIM_INFINITY, -1) or wanted <= limit:
         return ""
@@ -31,7 +30,7 @@ def too_many_ranks(num_ranks: int) -> str:
 
 
 def shortage(needed: int = NEEDED) -> str:
-    """Why this process cannot open `needed` descriptors more now; empty if it can."""
+    """Why this process cannot open `needed` more descriptors now; empty if it can."""
     opened: list[int] = []
     try:
         while len(opened) < needed:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-_lock = threading.Lock()  # the environment belongs to the process, and so does its lock
+_lock = threading.Lock()  # the environment belongs to the process
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import msgspec
 
 
 class Level(enum.Enum):
-    """How serious a finding is. `ERROR`: something that was requested, or that is installed, does not work."""
+    """`ERROR`: something that was requested, or that is installed, does not work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -30,13 +30,11 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
 
     def __str__(self) -> str:
-        """All of it in one line, for an exception."""
         parts = [self.cause, self.consequence, f"to fix it: {self.fix}" if self.fix else ""]
         return "; ".join(part for part in parts if part)
 
 
 def ok(topic: str, cause: str) -> Finding:
-    """A finding that all is well."""
     return Finding(topic, Level.OK, cause)
 
 
@@ -44,7 +42,7 @@ CAP_IPC_LOCK = 14
 
 
 def _memlock() -> int | None:
-    """The limit in bytes, or `None`. A process with CAP_IPC_LOCK, such as root's, has no limit."""
+    """In bytes. A process with CAP_IPC_LOCK, such as root's, has no limit."""
     for line in Path("/proc/self/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == "CapEff" and int(value, 16) >> CAP_IPC_LOCK & 1:
@@ -65,7 +63,6 @@ class Machine:
     memlock: int | None = field(default_factory=_memlock)
 
     def read(self, path: str) -> str | None:
-        """The text of a file, stripped; `None` if it cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
@@ -80,7 +77,7 @@ class Machine:
 
     @property
     def load(self) -> float:
-        """The mean number of running processes in the last minute, for each core; 0 if it cannot be read."""
+        """The mean number of running processes in the last minute, per core; 0 if unreadable."""
         found = (self.read("proc/loadavg") or "0").split()
         return float(found[0]) / (os.cpu_count() or 1)
 
@@ -91,7 +88,7 @@ class Machine:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory of this host; `None` if unknown."""
+        """Bytes of memory of this host."""
         lines = (self.read("proc/meminfo") or "").splitlines()
         found = [line.split()[1] for line in lines if line.startswith("MemTotal:")]
         return int(found[0]) << 10 if found else None

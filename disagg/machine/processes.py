@@ -1,30 +1,17 @@
 """Which process is at the other end, whether it has ended, whether bytes that it sent may still arrive, and copies from it.
 
-**Who.** A process listens on an `IdentitySocket`. Another process connects to it, and the kernel says who listens
-(`SO_PEERPIDFD`, or `SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed: neither a
-process id nor a machine's name, which clones of a virtual machine share. The name of the socket is bound to the identity that
-the peer has proved on its control channel, so that a peer cannot pass on the socket of somebody else.
+**Who.** A process listens on an `IdentitySocket`. Another connects to it, and the kernel says who listens (`SO_PEERPIDFD`, or `SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed. The socket's name is bound to the identity that the peer has proved on its control channel, so a peer cannot pass on another process's socket.
 
-**Ended.** Only the pidfd tells that. It was taken while the process lived, so it never means a later process with the same id,
-and it works for processes of other users and where `/proc` hides them. What this process cannot see has not ended.
+**Ended.** Only the pidfd tells that. It was taken while the process lived, so it never means a later process with the same id, and it works where `/proc` hides processes. What this process cannot see has not ended.
 
-**Left.** A program that executes another (`exec`) goes on as the same process, with its sockets, but without its threads and
-memory. The new program has its stack elsewhere, which `/proc` shows to those who may read the process's memory. It keeps the
-engine's connections open, so they never end by themselves. This process then shuts its own ends down: its engine reads what
-is left, and closes them as those of a dead process. Connections that the new program opens are others.
+**Left.** A program that executes another (`exec`) keeps its process and sockets, but not its threads and memory. Its stack is then elsewhere, as `/proc` shows to those who may read the process's memory. The engine's connections would stay open, so this process shuts its own ends down; its engine then reads what is left, and closes them as after a death.
 
-**Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
-memory long after the process has ended. The kernel ends each of its connections behind the last byte, or resets it if the
-process had bytes to read, and an engine closes its socket once it has read that end. So nothing of a dead process can arrive
-any more once this process has no socket of its engine that was reset or has a far end without an owner. A child of the process
-may hold the same connections, and then also holds the datagram socket of the `IdentitySocket`: whoever is connected to that
-learns from the kernel whether anybody holds it, without a descriptor at the other end.
+**Quiet.** Bytes that a killed process had sent wait in socket buffers and may be applied to memory long after. The kernel ends each of its connections behind the last byte, or resets it if the process had bytes to read, and an engine closes its socket once it has read that end. So nothing more can arrive once no socket of the engine here was reset or has a far end without an owner. A child may hold the same connections; it then also holds the datagram socket of the `IdentitySocket`, as the kernel tells those connected to it.
 
-Only the engine applies bytes to memory, so only its sockets count: those accepted on a port on which it listens, and those
-opened to a port on which the peer's engine listened. A connection has one of both at each end, whoever opened it. Others may
-stay as they are for hours: an HTTP client keeps its idle connection to a dead server, half closed. An engine knows its own
-ports, and its peers tell theirs. Where either is not known, every socket counts. A peer that lies about its ports gains
-nothing: whoever may write to the registered memory can do so at any time while it lives.
+Only the engine's sockets count, since only they lead to memory: those accepted on a port on which the engine listens, and
+those opened to a port of the peer's engine. Others may stay half closed for hours, as an HTTP client's idle connections do.
+Where the ports are unknown, every socket counts. A peer that lies about its ports gains nothing: it may write to the
+registered memory anyway.
 """
 
 from __future__ import annotations
@@ -65,26 +52,25 @@ logger = ThreadLog(__name__)
 
 _PROC = Path("/proc")
 _SO_PEERPIDFD = 77
-"""Linux 6.5. Python's `socket` has no name for it yet."""
+"""Linux 6.5. Python's `socket` does not name it."""
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 4096
-"""Connections that wait until they are taken."""
 _NOT_ACCEPTED = (SYN_RECV, ESTABLISHED, CLOSE_WAIT)
 _NO_OWNER = "0"
 """The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
 _STACK_FIELD = 25
-"""The start of the stack in `/proc/PID/stat`, counted behind the program's name: see proc_pid_stat(5). 0 if it is hidden."""
+"""The start of the stack in `/proc/PID/stat`, counted behind the program's name (proc_pid_stat(5)). 0 if hidden."""
 _TCP_INFO = struct.Struct("=B127xQ")
 """Of `struct tcp_info`: the state, and `tcpi_bytes_received` (Linux 4.1)."""
 _SO_PEERNAME = 28
-"""The address at the other end, also after a reset, which `getpeername` refuses then."""
+"""Unlike `getpeername`, it works after a reset."""
 _FAMILY_AND_PORT = struct.Struct("!HH")
 _CLOSED = 7
-"""That state of a socket which is in no table any more."""
+"""The state of a socket that is in no table."""
 
 
 class Credentials(NamedTuple):
-    """A process and its user and group, as the kernel attests them. `pid` is 0 in another process-id namespace."""
+    """As the kernel attests them. `pid` is 0 in another process-id namespace."""
 
     pid: int
     user: int
@@ -92,8 +78,8 @@ class Credentials(NamedTuple):
 
 
 class IdentitySocket:
-    """Two abstract Unix sockets of this process. By one the kernel tells others of this network namespace who listens. The
-    other is inherited by every child, as the sockets of engines may be: it is there until nobody holds what the process held.
+    """Two abstract Unix sockets of this process. Through one the kernel tells others in this network namespace who listens.
+    Every child inherits the other, as it may inherit engines' sockets: it exists until nobody holds what the process held.
 
     Raises `OSError` if another process has a socket of that name.
     """
@@ -112,8 +98,8 @@ class IdentitySocket:
             raise
 
     def prune(self) -> None:
-        """Take the connections out of the backlog. Call it now and then: the backlog is full otherwise, which any process of
-        this host can bring about. Those who connect have learned all by then.
+        """Empty the backlog, which any process of this host can fill. Call it now and then: those who connected have learned
+        all.
         """
         while True:
             try:
@@ -133,10 +119,10 @@ def _held_name(name: str) -> str:
 
 
 class ProcessWatch:
-    """A process that the kernel has attested: `pid` in this process's namespace, 0 if it is not visible there.
+    """An attested process. `pid` is 0 if it is not visible in this process's namespace.
 
-    `descriptor` is its pidfd, and `held` is connected to the datagram socket of its identity; the watch owns both. Cheap to ask
-    repeatedly. Thread-safe.
+    The watch owns `descriptor`, its pidfd, and `held`, which is connected to the datagram socket of its identity. Cheap to
+    ask repeatedly. Thread-safe.
     """
 
     def __init__(self, pid: int, descriptor: int, held: socket.socket) -> None:
@@ -150,8 +136,8 @@ class ProcessWatch:
 
     @classmethod
     def attest(cls, name: str) -> ProcessWatch | None:
-        """The process that listens on the identity socket `name`. `None` if this process cannot reach it, for instance because
-        it is on another host, or if the kernel has no pidfds.
+        """The process that listens on the identity socket `name`. `None` if it cannot be reached, for instance on another
+        host, or if the kernel has no pidfds.
         """
         held: socket.socket | None = None
         try:
@@ -168,13 +154,13 @@ class ProcessWatch:
             return None
 
     def fileno(self) -> int:
-        """The pidfd, which is readable once the process has ended. Raises `ValueError` after `close`."""
+        """The pidfd, readable once the process has ended. Raises `ValueError` after `close`."""
         if self._descriptor is None:
             raise ValueError("the watch was closed")
         return self._descriptor
 
     def has_ended(self) -> bool:
-        """Whether all threads of the process are proved to have ended. `close` keeps the last answer."""
+        """Whether all threads are proved to have ended. `close` keeps the last answer."""
         with self._lock:
             if not self._ended and self._descriptor is not None:
                 self._ended = _native.is_readable(self._descriptor)
@@ -192,8 +178,8 @@ class ProcessWatch:
             return self._gone
 
     def is_quiet(self, sockets: EngineSockets = ANY_SOCKET) -> bool:
-        """Whether it is gone, or its program has executed another one, and nothing that it sent over TCP can arrive here any
-        more, by `sockets` of this process. `False` where the kernel's tables cannot be read.
+        """Whether it is gone, or executes another program, and nothing that it sent over TCP can arrive at `sockets` here.
+        `False` where the kernel's tables cannot be read.
         """
         try:
             if self.has_ended():
@@ -204,8 +190,8 @@ class ProcessWatch:
             return False
 
     def _is_cut_off(self, engine: EngineSockets) -> bool:
-        """Whether the engine here has closed its connections with a program that has executed another one; those that are left
-        are shut down. `False` if the engine's ports are not known, since its connections are not told from others then.
+        """Whether the engine here has closed its connections with a program that executed another one; shuts down those that
+        are left. `False` if the engine's ports are unknown: its connections cannot be told from others then.
         """
         with self._lock:
             if engine.accepted is None or engine.opened is None:
@@ -244,7 +230,7 @@ class ProcessWatch:
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:
-    """The process at the other end of a Unix socket. At the end that connected, it is the process that listens, even if another
+    """The process at the other end of a Unix socket. At the end that connected, it is the one that listens, even if another
     has inherited its socket.
     """
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -252,7 +238,7 @@ def peer_credentials(connection: socket.socket) -> Credentials:
 
 
 def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:
-    """A pidfd of the process at the other end, to whose datagram socket `held` is connected. Raises `OSError` where there is
+    """A pidfd of the process at the other end, which holds what `held` is connected to. Raises `OSError` where there is
     none.
     """
     try:
@@ -261,7 +247,7 @@ def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:
         if error.errno != errno.ENOPROTOOPT:  # the process has ended
             raise
     descriptor = os.pidfd_open(pid)  # Linux before 6.5; raises for 0, a process that is not visible here
-    if not _is_held(held):  # it ended before, so this may be another process of the same number
+    if not _is_held(held):  # it ended before, so this may be another process with the same id
         os.close(descriptor)
         raise ProcessLookupError(f"process {pid} has ended")
     return descriptor
@@ -277,14 +263,14 @@ def _stack_of(pid: int) -> int | None:
 
 
 def _is_held(connected: socket.socket) -> bool:
-    """Whether any process holds the datagram socket at the other end. Nobody reads from it: the datagrams are empty, and the
-    kernel keeps a bounded number of them.
+    """Whether any process holds the datagram socket at the other end. Nobody reads the empty datagrams; the kernel bounds
+    their number.
     """
     try:
         connected.send(b"")
     except (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError):
         return False
-    except OSError as error:  # full: it is there. `ENOTCONN`: it was refused before
+    except OSError as error:  # full: it is held. `ENOTCONN`: it was refused before
         return error.errno != errno.ENOTCONN
     return True
 
@@ -300,9 +286,7 @@ def copy_refusal(pid: int, address: int) -> str | None:
 
 
 def machine_identity() -> str:
-    """Equal for processes of one machine since its last start, in whatever namespaces they are; clones may share it. Empty if
-    it cannot be read.
-    """
+    """Equal for processes of one machine since its last start, in any namespace; clones may share it. Empty if unreadable."""
     with contextlib.suppress(OSError):
         return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
     return ""
@@ -327,9 +311,8 @@ def _connected_to(sockets: Iterable[TcpSocket], held: Collection[str]) -> set[tu
 
 
 def _has_orphans(engine: EngineSockets) -> bool:
-    """Whether bytes may wait in a TCP connection of this process whose far end, on this host, no process owns any more.
-
-    A far end on another host cannot belong to a process that is proved to have ended on this one.
+    """Whether bytes may wait in a TCP connection of this process whose far end, on this host, has no owner any more. A far
+    end on another host cannot be of a process that is proved to have ended here.
     """
     sockets = tcp_sockets()
     own = own_sockets()  # read after the tables: a socket accepted in between has no owner in them
@@ -353,11 +336,10 @@ def _has_orphans(engine: EngineSockets) -> bool:
 
 
 def _reset_after_bytes(descriptor: int) -> tuple[int, int] | None:
-    """The local and the remote port if it is a TCP socket that was closed by a reset and has received bytes, read or not; else
-    `None`.
+    """The local and the remote port of a TCP socket that was reset after it had received bytes.
 
-    A process that ends with unread bytes resets its connections. Their other ends leave the kernel's tables at once, with what
-    they have not read yet.
+    A process that ends with unread bytes resets its connections. Their other ends leave the kernel's tables at once, with
+    unread bytes.
     """
     try:
         found = duplicate(descriptor)

@@ -1,6 +1,5 @@
-"""RDMA on this host, as the kernel reports it: devices, ports, addresses, and how much memory may be pinned.
-
-The doctor shows all findings. A backend that must use RDMA and cannot refuses to start with the same findings.
+"""RDMA on this host, as the kernel reports it. `disagg doctor` shows all findings; a backend that must use RDMA and cannot
+refuses to start with the same ones.
 """
 
 from __future__ import annotations
@@ -20,24 +19,20 @@ GID_VARIABLES = ("MC_GID_INDEX", "UCX_IB_GID_INDEX")
 SMALL_MEMLOCK = 1 << 30
 """The pools of a server need at least this many bytes."""
 COUNTERS = (("counters/port_xmit_data", "counters/port_rcv_data", 4), ("hw_counters/sent_pkts", "hw_counters/rcvd_pkts", 0))
-"""The files of a port that count what it has sent and received, and the bytes of what they count: words, or packets (0), which
-soft devices count.
-"""
+"""The files of a port that count traffic, and the bytes in one count (0: packets, which soft devices count)."""
 
 
 def rdma_refusal(devices: Sequence[str] = (), machine: Machine | None = None) -> str | None:
-    """Why RDMA cannot be used here, as the findings of `disagg doctor`; `None` if no finding is against it.
-
-    For a backend with `require="rdma"`: `devices` are the ones that it may use.
+    """Why RDMA cannot be used here, for a backend with `require="rdma"` that may use `devices`; `None` if no finding is
+    against it.
     """
     found = [f for f in rdma(machine or Machine(), devices=devices, required=True, brief=True) if f.level is Level.ERROR]
     return " ".join(f"{finding}." for finding in found) or None
 
 
 def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = False, brief: bool = False) -> Iterator[Finding]:
-    """Findings about devices, their ports and addresses. A missing one is an error only if RDMA is required. A port that is
-    down is an error only if no other port is up. `brief`: do not count the GIDs of ports that are up: a port may have a
-    thousand, each a file.
+    """Findings about devices, their ports and addresses. A missing device is an error only if `required`; a port that is
+    down, only if no other is up. `brief`: do not count GIDs, of which a port may have a thousand.
     """
     missing = Level.ERROR if required else Level.WARNING
     present = machine.rdma_devices
@@ -85,7 +80,6 @@ def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = Fals
 
 
 def _port(machine: Machine, name: str, port: str, missing: Level, *, brief: bool) -> Finding:
-    """A finding on whether one port is up and has an address."""
     base, what = f"sys/class/infiniband/{name}/ports/{port}", f"RDMA device {name} port {port}"
     state = machine.read(f"{base}/state") or "unknown"
     rate, link = machine.read(f"{base}/rate") or "?", machine.read(f"{base}/link_layer") or "?"
@@ -112,7 +106,7 @@ def _port(machine: Machine, name: str, port: str, missing: Level, *, brief: bool
 
 
 class Traffic(NamedTuple):
-    """What a port has sent and received: bytes or, if `in_bytes` is false, packets."""
+    """What a port has sent and received: bytes or, if not `in_bytes`, packets."""
 
     sent: int
     received: int
@@ -120,7 +114,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of(cls, machine: Machine, port: str) -> Traffic | None:
-        """The traffic since the device is there; `None` where the kernel does not count it."""
+        """The traffic so far; `None` where the kernel does not count it."""
         for sent, received, nbytes in COUNTERS:
             counts = [machine.read(f"{port}/{name}") or "" for name in (sent, received)]
             if all(count.isdecimal() for count in counts):
@@ -150,14 +144,12 @@ def watch(machine: Machine, seconds: float, *, sleep: Callable[[float], None] = 
 
 
 def _traffic(machine: Machine) -> dict[tuple[str, str], Traffic]:
-    """The traffic of each device and port that counts it."""
     ports = [(n, port) for n in machine.rdma_devices for port in machine.entries(f"sys/class/infiniband/{n}/ports")]
     found = {(name, port): Traffic.of(machine, f"sys/class/infiniband/{name}/ports/{port}") for name, port in ports}
     return {port: traffic for port, traffic in found.items() if traffic is not None}
 
 
 def _gids(machine: Machine, port: str) -> Iterator[str]:
-    """The indices at which a port has a GID."""
     return (index for index in machine.entries(f"{port}/gids") if _has_gid(machine, port, index))
 
 
@@ -166,7 +158,7 @@ def _has_gid(machine: Machine, port: str, index: str) -> bool:
 
 
 def _gid_indices(machine: Machine, names: Sequence[str], missing: Level) -> Iterator[Finding]:
-    """A finding on each variable that gives an index at which none of the devices has a GID."""
+    """A finding on each variable with an index at which no device has a GID."""
     folders = [f"sys/class/infiniband/{name}/ports" for name in names]
     ports = [f"{folder}/{port}" for folder in folders for port in machine.entries(folder)]
     for variable in GID_VARIABLES:
@@ -182,7 +174,6 @@ def _gid_indices(machine: Machine, names: Sequence[str], missing: Level) -> Iter
 
 
 def memlock(machine: Machine, *, rdma: bool) -> Finding:
-    """A finding on how much memory may be pinned."""
     if machine.memlock is None:
         return ok("memlock", "any amount of memory may be locked")
     found = f"at most {machine.memlock // 1024} KiB of memory may be locked (ulimit -l)"

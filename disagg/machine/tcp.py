@@ -1,8 +1,8 @@
 """The TCP sockets of this process, and how soon they notice that a link is back.
 
-TCP doubles its wait after each retransmission, so after a cut it may stay silent for as long again as the cut lasted. Linux
-6.15 lets each socket limit that wait. Linux counts attempts, though, and would then end the connection after 14 s. So a limit
-in seconds takes their place. On older kernels nothing is changed.
+TCP doubles its wait after each retransmission, so after a cut it may stay silent for as long again. Since 6.15 Linux lets a
+socket limit that wait, but it counts attempts and would end the connection after 14 s, so a limit in seconds replaces
+theirs. On older kernels nothing changes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import msgspec
 
 _PROC = Path("/proc")
 SYN_RECV, ESTABLISHED, CLOSE_WAIT, LISTEN = "03", "01", "08", "0A"
-"""States of a socket in `/proc/net/tcp`."""
+"""States in `/proc/net/tcp`."""
 TCP_RTO_MAX_MS = 44
-"""Linux 6.15. Python's `socket` has no name for it yet."""
+"""Linux 6.15. Python's `socket` does not name it."""
 LONGEST_WAIT_S = 1
-"""Longest wait between two retransmissions; the shortest that Linux accepts."""
+"""Between two retransmissions; the shortest that Linux accepts."""
 SLOW_S = 0.5
 SILENCE_S = 900
-"""How long bytes may stay unacknowledged, or not be taken by a stopped peer, until a connection ends: about as long as with
-Linux's own settings. Rows whose write was under way stay quarantined then.
+"""How long bytes may stay unacknowledged, or not be taken by a stopped peer, until a connection ends: about as long as by
+default. Rows whose write was under way stay quarantined then.
 """
 
 
@@ -51,8 +51,8 @@ class TcpSocket(NamedTuple):
 
 
 class EngineSockets(NamedTuple):
-    """The TCP sockets of this process by which an engine's bytes may arrive: those accepted on the ports `accepted`, and those
-    opened to the ports `opened`. `None`: any port.
+    """The TCP sockets here by which an engine's bytes may arrive: those accepted on the ports `accepted`, and those opened
+    to the ports `opened`. `None`: any port.
     """
 
     accepted: Collection[int] | None = None
@@ -63,12 +63,11 @@ ANY_SOCKET = EngineSockets()
 
 
 def own_sockets() -> dict[str, int]:
-    """Descriptors of this process's sockets, by their inodes."""
     return sockets_of("self")
 
 
 def sockets_of(process: int | str) -> dict[str, int]:
-    """Descriptors of a process's sockets, by their inodes. Raises `OSError` if this process may not know."""
+    """Descriptors of a process's sockets, by inode. Raises `OSError` if this process may not know."""
     found = dict[str, int]()
     for entry in (_PROC / str(process) / "fd").iterdir():
         try:
@@ -94,19 +93,18 @@ def _table(path: Path) -> Iterator[TcpSocket]:
 
 
 def _plain(address: str) -> str:
-    """`address` as IPv4 where it is an IPv4-mapped IPv6 address, as a dual-stack socket has it."""
+    """IPv4-mapped IPv6 addresses, as dual-stack sockets have them, become IPv4."""
     host, _, port = address.rpartition(":")
     mapped = "0000000000000000FFFF0000"
     return f"{host.removeprefix(mapped)}:{port}" if len(host) == 32 and host.startswith(mapped) else address
 
 
 def port_of(address: str) -> int:
-    """The port of an address, as the kernel's table has it."""
     return int(address.rpartition(":")[2], 16)
 
 
 def listening_sockets() -> dict[int, int]:
-    """Inodes of the TCP sockets on which this process listens, by descriptor."""
+    """Inodes of this process's listening TCP sockets, by descriptor."""
     own = own_sockets()
     return {own[row.inode]: int(row.inode) for row in tcp_sockets() if row.state == LISTEN and row.inode in own}
 
@@ -146,19 +144,19 @@ _INFO_NBYTES, _RECEIVED_AT = 136, 128
 
 
 def num_received(descriptor: int) -> int | None:
-    """How many bytes a TCP socket has received so far; `None` if the descriptor is none. Costs about 2 us."""
+    """How many bytes a TCP socket has received; `None` for another descriptor."""
     info, nbytes = (ctypes.c_uint64 * (_INFO_NBYTES // 8))(), ctypes.c_uint32(_INFO_NBYTES)
     failed = _getsockopt()(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(nbytes))
     return None if failed else info[_RECEIVED_AT // 8]
 
 
 def complete(ports: Collection[int]) -> Collection[int] | None:
-    """What `ports_of` returned, or `None` if it may have left some out."""
+    """The result of `ports_of`, or `None` if it may have left some out."""
     return ports if 0 < len(ports) < MAX_PORTS else None
 
 
 def ports_of(listeners: Collection[int]) -> tuple[int, ...]:
-    """The ports on which sockets listen, at most `MAX_PORTS`. Those that were closed meanwhile are left out."""
+    """The ports on which sockets listen, at most `MAX_PORTS`. Closed sockets are left out."""
     found = set[int]()
     for descriptor in listeners:
         with contextlib.suppress(OSError, IndexError), duplicate(descriptor) as listener:
@@ -167,8 +165,8 @@ def ports_of(listeners: Collection[int]) -> tuple[int, ...]:
 
 
 def retransmit_soon(descriptor: int) -> None:
-    """Retransmit at least every `LONGEST_WAIT_S` on a TCP socket, and on those that it accepts. Other descriptors are left as
-    they are.
+    """Retransmit at least every `LONGEST_WAIT_S` on a TCP socket, and on those that it accepts. Other descriptors are left
+    as they are.
     """
     with contextlib.suppress(OSError), duplicate(descriptor) as found:
         found.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_WAIT_S * 1000)
@@ -187,7 +185,7 @@ def can_retransmit_soon() -> bool:
 
 
 class EngineConnections:
-    """The connections that an engine opens to the ports of its peers, whenever it needs them. Any thread may use it."""
+    """The connections that an engine opens to its peers' ports when it needs them. Any thread may use it."""
 
     def __init__(self) -> None:
         self._ports: set[int] = set()
@@ -196,7 +194,6 @@ class EngineConnections:
         self._num_connecting = 0
 
     def add(self, ports: Collection[int]) -> None:
-        """The engine of another peer listens on these."""
         self._ports.update(ports)
 
     @contextlib.contextmanager
@@ -217,16 +214,14 @@ class EngineConnections:
                 self.retransmit_soon()
 
     def note_progress(self, moved_at: float) -> None:
-        """Bytes of a transfer that is under way have last moved then, as far as is known. If that is long ago, the link may be
-        cut.
-        """
+        """Bytes of an open transfer last moved at `moved_at`. If that is long ago, the link may be cut."""
         now = time.monotonic()
         if now - moved_at >= SLOW_S and now >= self._not_before:
             self.retransmit_soon()
 
     def retransmit_soon(self) -> None:
-        """`retransmit_soon` for those that are there, open or being opened. The table may be long: a call takes a share of time
-        of 5% at most, if it is called for slow transfers.
+        """Apply `retransmit_soon` to the connections that are open or being opened. The table may be long, so calls for slow
+        transfers take at most 5% of the time.
         """
         if not can_retransmit_soon():
             self._not_before = math.inf
