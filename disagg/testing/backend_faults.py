@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 
 class TransferFault(enum.Enum):
-    """A fault of one transfer."""
-
     FAIL = "fail"
     """Posts half of the copies, then reports `FAILED`."""
     DELAY = "delay"
@@ -77,13 +75,11 @@ class BackendFaults:
 
 
 class FaultyTransfer:
-    """A transfer of `FaultyBackend`. `inner` is the real one, once posted.
-
-    Reports `status` until `inner` has settled; then `final`, by default the status of `inner`. What `inner` cannot settle, it
-    cannot either.
+    """Reports `status` until `inner`, the real transfer once posted, has settled; then `final`, by default the status of
+    `inner`. What `inner` cannot settle, it cannot either.
     """
 
-    completion = None  # it would tell the end of `inner`
+    completion = None  # it would report the end of `inner`
 
     def __init__(self, *, status: TransferStatus, error: str | None, final: TransferStatus | None = None) -> None:
         self._status, self.error = status, error
@@ -102,7 +98,7 @@ class FaultyTransfer:
         return self._status
 
     def fail(self, error: DisaggError) -> None:
-        """End the transfer because it could not be posted."""
+        """It could not be posted."""
         self._status, self.error = TransferStatus.FAILED, str(error)
 
     def close(self) -> None:
@@ -111,7 +107,7 @@ class FaultyTransfer:
 
 
 class _Unfenced:
-    """A real transfer that reports `FAILED` where the real status is `UNSETTLED`."""
+    """Reports `FAILED` where the real status is `UNSETTLED`."""
 
     def __init__(self, inner: Transfer) -> None:
         self._inner = inner
@@ -136,8 +132,6 @@ class _Unfenced:
 
 
 class FaultyBackend:
-    """`inner` with faults. `counts` counts the faults of each kind."""
-
     def __init__(self, inner: Backend, faults: BackendFaults, staging: StagingShape | None = None) -> None:
         self.inner = inner
         self._staging = staging
@@ -174,16 +168,14 @@ class FaultyBackend:
         return found if self.faults.fencing else Fence.QUIET
 
     def is_quiet_when_closed(self) -> bool:
-        """As that of `inner`: transfers that are still delayed are not posted after `close`."""
+        """Delayed transfers are not posted after `close`."""
         return isinstance(self.inner, QuietWhenClosed) and self.inner.is_quiet_when_closed()
 
     @property
     def num_delayed(self) -> int:
-        """How many posts still wait for their delay."""
         return len(self._delayed)
 
     def post_delayed(self) -> None:
-        """Post at once what still waits for its delay."""
         self._delayed.run_now()
 
     def close(self) -> None:
@@ -249,7 +241,7 @@ class FaultyBackend:
         return transfer
 
     def _close_when_settled(self, transfer: Transfer) -> None:
-        """Poll a transfer that no caller has until it settles, and close it."""
+        """Of a transfer that no caller has."""
         if not transfer.poll().settled:
             self._delayed.run_after(0.001, lambda: self._close_when_settled(transfer))
             return
@@ -264,7 +256,7 @@ def _half(copies: CopyBatch) -> CopyBatch:
 def inject(
     backend: str | Callable[[BackendOptions], Backend], faults: BackendFaults, *, staging: StagingShape | None = None
 ) -> Callable[[BackendOptions], Backend]:
-    """A `backend` for `KVManager`: that one, with faults, and with staging of the shape `staging` if given."""
+    """A `backend` for `KVManager`: that one, with faults, and with `staging` if given."""
 
     def make(options: BackendOptions) -> Backend:
         inner = backend(options) if callable(backend) else backends.load(backend, options)

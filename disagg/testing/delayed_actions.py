@@ -15,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 
 class DelayedActions:
-    """A thread that runs actions after a delay."""
-
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -25,11 +23,10 @@ class DelayedActions:
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
-        """How many actions still wait."""
         return len(self._due)
 
     def run_after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run `action` after that time; never if closed before."""
+        """Never runs if closed before."""
         with self._changed:
             if not self._open:
                 return
@@ -40,7 +37,6 @@ class DelayedActions:
             self._changed.notify()
 
     def run_now(self) -> None:
-        """Run at once what still waits."""
         with self._changed:
             self._due = [(0.0, number, action) for _, number, action in self._due]
             heapq.heapify(self._due)

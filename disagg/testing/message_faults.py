@@ -47,7 +47,7 @@ class MessageFaults:
 
 @dataclass
 class FaultyChannel:
-    """A manager's channel with faults in the messages that it sends. Used by the control thread only, as the channel is."""
+    """Used by the control thread only."""
 
     inner: Channel
     faults: MessageFaults

@@ -1,8 +1,7 @@
 """Reference implementation of transfers of paged KV, from global coordinates.
 
-Independent of the planner: nothing here uses layouts, plans or strides. Every byte of a model's KV has a value that depends
-only on its coordinates. `fill` writes a source rank's share to its pools; `expected` returns the whole pools of a destination
-rank after the transfer, canary bytes included. Sharding uses the closed formulas of models and servers.
+Independent of the planner: sharding uses the closed formulas of models and servers. The value of a byte depends only on its
+coordinates. `fill` writes a source rank's share; `expected` returns a destination rank's pools after the transfer.
 
     >>> model = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
     >>> rank = KVRank(tp=2, tp_rank=1, layers=(0, 1), page_size=4, num_pages=8)
@@ -25,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 CANARY = 0xA5
-"""The byte of memory that must not be written. No content byte has this value, so a missing byte always shows."""
+"""Memory that must not be written. No content byte has this value, so a missing byte always shows."""
 
 STALE = 0x5A
-"""The byte of a source pool outside the request."""
+"""A source pool outside the request."""
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -47,7 +46,7 @@ def _key(component: str, role: str, layer: int) -> np.uint64:
 
 
 def _mix(words: Words) -> Words:
-    """Apply the finaliser of SplitMix64, a bijection of 64-bit words, in place."""
+    """The finaliser of SplitMix64, in place."""
     spare = np.empty_like(words)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         np.right_shift(words, np.uint64(shift), out=spare)
@@ -64,8 +63,7 @@ def _avoid_canary(content: Bytes) -> Bytes:
 def value(component: str, role: str, layer: int, *, token: npt.ArrayLike, head: npt.ArrayLike, offset: npt.ArrayLike) -> Bytes:
     """The byte at `offset` of a token's row of `head` (or channel); the three arguments broadcast.
 
-    It is byte `offset % 8`, little-endian, of a 64-bit word hashed from the coordinates. Words of neighbouring coordinates
-    are distinct; no byte is `CANARY`.
+    It is byte `offset % 8`, little-endian, of a 64-bit word hashed from the coordinates; never `CANARY`.
     """
     tokens, heads, offsets = (np.array(each, dtype=np.uint64, ndmin=1) for each in (token, head, offset))
     eight = np.uint64(8)
@@ -77,7 +75,7 @@ def value(component: str, role: str, layer: int, *, token: npt.ArrayLike, head: 
 def rows(
     component: str, role: str, layer: int, *, tokens: Sequence[int] | npt.NDArray[np.int64], heads: range, nbytes: int
 ) -> Bytes:
-    """`value` of every byte of whole rows, `[tokens, heads, nbytes]`, computed by words: about 1 s per 500 MB."""
+    """`value` of every byte of whole rows, `[tokens, heads, nbytes]`."""
     num_words = -(-nbytes // 8)
     inputs = np.arange(num_words, dtype=np.uint64) * _WORD_STEP + _key(component, role, layer)
     per_head = np.arange(heads.start, heads.stop, dtype=np.uint64) * _HEAD_STEP
@@ -91,18 +89,17 @@ class Context(enum.Enum):
     """The tokens of a request that rank `c` of `C` context-parallel ranks holds."""
 
     WHOLE = "whole"
-    """All tokens."""
     PAGE_BLOCKS = "page blocks"
     """`n // C` consecutive pages of `n`; the first `n % C` ranks hold one more."""
     TOKENS_IN_TURN = "tokens in turn"
-    """Rank `t % C` holds token `t`, as its `t // C`-th."""
+    """Rank `t % C` holds token `t`."""
     PAGES_IN_TURN = "pages in turn"
-    """Rank `p % C` holds page `p`, as its `p // C`-th."""
+    """Rank `p % C` holds page `p`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVModel:
-    """Paged KV as the model defines it, unsharded; `dims` are elements per head and token, by role."""
+    """Unsharded paged KV; `dims` are elements per head and token, by role."""
 
     num_kv_heads: int
     dims: Mapping[str, int]
@@ -116,9 +113,7 @@ class KVModel:
 
 @dataclass(frozen=True, kw_only=True)
 class KVRank:
-    """One rank: its position in each kind of parallelism, and the shape of its pools.
-
-    `axes` as servers declare them: `page`, `token`, `kv_head`, `dim`, and `kv` where K and V share a tensor. Without
+    """One rank and its pools. `axes`: `page`, `token`, `kv_head`, `dim`, and `kv` where K and V share a tensor. Without
     `kv_head` there is one row per token, the same on every rank (MLA latent).
     """
 
@@ -156,7 +151,7 @@ def heads_of(num_kv_heads: int, *, tp: int, tp_rank: int) -> range:
 
 
 def tokens_of(rank: KVRank, num_tokens: int) -> npt.NDArray[np.int64]:
-    """The tokens that `rank` holds of a request of `num_tokens`, in memory order."""
+    """The tokens that `rank` holds of a request, in memory order."""
     everything: npt.NDArray[np.int64] = np.arange(num_tokens, dtype=np.int64)
     mine: npt.NDArray[np.int64]
     match rank.context:
@@ -176,14 +171,13 @@ def tokens_of(rank: KVRank, num_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def pages_needed(rank: KVRank, *, num_tokens: int, first_token: int = 0) -> int:
-    """The number of pages that `rank` must list for its tokens of a request from `first_token` on."""
+    """The number of pages that `rank` must list for its tokens from `first_token` on."""
     tokens = tokens_of(rank, num_tokens)
     first_page = int((tokens < first_token).sum()) // rank.page_size
     return max(0, -(-len(tokens) // rank.page_size) - first_page)
 
 
 def pool_shape(model: KVModel, rank: KVRank, role: str) -> tuple[int, ...]:
-    """The shape of one layer's tensor."""
     sizes = {
         "page": rank.num_pages,
         "kv": 2,
@@ -195,7 +189,6 @@ def pool_shape(model: KVModel, rank: KVRank, role: str) -> tuple[int, ...]:
 
 
 def allocate(model: KVModel, rank: KVRank, *, byte: int = CANARY) -> Pools:
-    """New pools for every layer of `rank`, full of `byte`."""
     roles = [next(iter(model.dims))] if rank.packed else list(model.dims)
     return {layer: tuple(_blank(pool_shape(model, rank, role), model.dtype, byte) for role in roles) for layer in rank.layers}
 
@@ -206,7 +199,7 @@ def _blank(shape: tuple[int, ...], dtype: str, byte: int) -> Pool:
 
 
 def fill(model: KVModel, rank: KVRank, pools: Pools, pages: PageList, *, num_tokens: int) -> None:
-    """Write the rank's share of a request to `pools`: every token with a page in `pages`."""
+    """Write the rank's share of a request: every token with a page in `pages`."""
     tokens, index = _listed(rank, pages, num_tokens)
     ids = np.asarray((*pages.ids, -1), dtype=np.int64)
     present = (index >= 0) & (index < len(pages.ids))
@@ -217,9 +210,8 @@ def fill(model: KVModel, rank: KVRank, pools: Pools, pages: PageList, *, num_tok
 def expected(
     model: KVModel, rank: KVRank, pages: PageList, *, num_tokens: int, need: tuple[int, int], byte: int = CANARY
 ) -> Pools:
-    """The whole pools of a destination rank after the tokens `need` arrived in pools full of `byte`.
-
-    Raises `IndexError` if a needed token has no page.
+    """The whole pools of a destination rank after the tokens `need` arrived in pools full of `byte`. Raises `IndexError` if
+    a needed token has no page.
     """
     pools = allocate(model, rank, byte=byte)
     tokens, index = _listed(rank, pages, num_tokens)
@@ -236,7 +228,7 @@ def expected(
 
 
 def _listed(rank: KVRank, pages: PageList, num_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rank's tokens, and the index of each one's page in the list, which may be outside the list."""
+    """The rank's tokens, and the index of each one's page, which may be outside the list."""
     tokens = tokens_of(rank, num_tokens)
     local = np.arange(len(tokens), dtype=np.int64)
     first_page = int((tokens < pages.first_token).sum()) // rank.page_size
@@ -275,7 +267,7 @@ def _views(model: KVModel, rank: KVRank, pools: Pools) -> Iterator[tuple[int, st
 
 
 def first_difference(wanted: Pools, found: Pools) -> str | None:
-    """A description of the first element in which two sets of pools differ; `None` if they are equal."""
+    """Describe the first element that differs; `None` if the pools are equal."""
     if list(wanted) != list(found):
         return f"layers: expected {list(wanted)}, found {list(found)}"
     for layer in wanted:

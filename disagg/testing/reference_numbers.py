@@ -1,7 +1,5 @@
-"""Reference of the conversion of numbers: every number of a format is listed, and the nearest one is searched for.
-
-Independent of the compiled core: the formats are spelled out from their definitions, and distances are exact fractions of
-double precision.
+"""Reference of number conversion, independent of the compiled core: every number of a format is listed, and the nearest one
+is searched for, in double precision.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ Stored = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Format:
-    """A binary format of `bits` bits, of which `mantissa` are the fraction.
-
-    If `finite`, all ones are the only NaN, and nothing is infinite.
-    """
+    """`mantissa` bits are the fraction. If `finite`, all ones are the only NaN, and nothing is infinite."""
 
     bits: int
     mantissa: int
@@ -29,11 +24,9 @@ class Format:
 
     @property
     def dtype(self) -> Any:
-        """The unsigned integer of that size."""
         return {8: np.uint8, 16: np.uint16, 32: np.uint32}[self.bits]
 
     def numbers(self, stored: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """The numbers that stored integers stand for."""
         bits = np.asarray(stored).astype(np.int64)
         exponents = self.bits - 1 - self.mantissa
         sign = np.where(bits >> (self.bits - 1), -1.0, 1.0)
@@ -51,12 +44,11 @@ class Format:
 
     @cached_property
     def _positive(self) -> npt.NDArray[np.float64]:
-        """The numbers from 0 to the largest; the index of each is how it is stored."""
+        """From 0 to the largest; the index of each is how it is stored."""
         found = self.numbers(np.arange(2 ** (self.bits - 1)))
         return found[np.isfinite(found)]
 
     def store(self, numbers: npt.NDArray[np.float64], *, rounding: str) -> Stored:
-        """The integers that stand for the numbers, by a rounding of `disagg.core.formats`."""
         sign = np.where(np.signbit(numbers), 2 ** (self.bits - 1), 0)
         if rounding == "toward_zero":
             last = len(self._positive) - 1
@@ -69,7 +61,7 @@ class Format:
         above = np.searchsorted(listed, np.minimum(size, largest)).clip(1, len(listed) - 1)
         low, high = size - listed[above - 1], listed[above] - size
         found = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
-        # What lies beyond the largest number, by more than half of a step, would be stored as the next one.
+        # Beyond the largest number by more than half a step.
         beyond = len(listed)
         is_last_even = (beyond - 1) % 2 == 0
         outside = (size > largest + step / 2) | ((size == largest + step / 2) & (not is_last_even))
@@ -88,8 +80,8 @@ FORMATS = {
 
 
 def convert(stored: Stored, source: str, destination: str, *, scale: npt.ArrayLike, rounding: str = "nearest") -> Stored:
-    """The numbers of format `source`, as format `destination` stores them. In single precision, numbers are divided by
-    `scale`, or multiplied by it if the source has 8 bits. Scales are broadcast.
+    """Convert in single precision. A source of 8 bits is multiplied by `scale`; otherwise a destination of 8 bits is divided
+    by it. Scales are broadcast.
     """
     factors: npt.NDArray[np.float32] = np.asarray(scale, dtype=np.float32)
     with np.errstate(all="ignore"):
@@ -105,14 +97,14 @@ def convert(stored: Stored, source: str, destination: str, *, scale: npt.ArrayLi
 
 
 def moderate(stored: Stored, dtype: str) -> Stored:
-    """Numbers from 1/8 to 2 with the signs, fractions and last two exponent bits of the given ones, which every format has."""
+    """Numbers from 1/8 to 2, which every format has, with the signs, fractions and last two exponent bits of the given ones."""
     form, kind = FORMATS[dtype], stored.dtype.type
     exponents = form.bits - 1 - form.mantissa
     return stored & ~kind(1 << (form.bits - 2)) | kind((2 ** (exponents - 3) - 1) << (form.mantissa + 2))
 
 
 def same(found: Stored, expected: Stored, destination: str) -> bool:
-    """Whether both store the same numbers, with the same bits; any NaN is as good as another."""
+    """Whether all bits are equal; any NaN is as good as another."""
     form = FORMATS[destination]
     both = np.isnan(form.numbers(found)) & np.isnan(form.numbers(expected))
     return bool((both | (found == expected)).all())

@@ -1,8 +1,7 @@
 """Reference implementation of transfers of any kind of state, from global arrays.
 
-`reference` covers paged KV. Here a state is a `StateModel`: tensors with global axes, of which a rank holds the positions that
-a closed formula names, in slots, pages or rings. A global array has a value for every global coordinate; a rank's share is
-that array, indexed axis by axis with `numpy.take`. Nothing here uses the layouts, plans or strides of the library.
+Independent of the planner. A state is a `StateModel`: tensors with global axes, of which a rank holds the positions that a
+closed formula names, in slots, pages or rings. A rank's share is the global array, indexed axis by axis.
 
     >>> from disagg.testing.state_models import mamba2
     >>> model = mamba2(num_heads=4, head_dim=2, num_groups=1, state_size=3, kernel=4)
@@ -35,10 +34,9 @@ Ints = npt.NDArray[np.int64]
 class Form:
     """How a rank's pools of one state lie in memory: `num_rows` slots, or pages (rings) of `page_size` tokens.
 
-    `orders` lists a role's axes in memory order; the default is rows, tokens, then the inner axes of the global array.
-    `spare` positions of an axis are allocated after those in use. `one_page`: all tensors of a layer share one page or slot,
-    one after the other, with `gap` unused bytes at the end. `ring`: each row is the ring of one request, with token `t` at
-    `t % page_size`.
+    `orders` lists a role's axes in memory order; the default is rows, tokens, then the global array's inner axes. `spare`
+    positions of an axis are allocated after those in use. `one_page`: all tensors of a layer share one page or slot, with
+    `gap` unused bytes at the end. `ring`: each row is the ring of one request, with token `t` at `t % page_size`.
     """
 
     num_rows: int
@@ -60,19 +58,19 @@ class StateRank:
     form: Form
 
     def axes(self, tensor: StateTensor) -> tuple[str, ...]:
-        """The tensor's axes in memory order."""
+        """In memory order."""
         usual = ["page", "token"] if self.model.paged else ["slot"]
         return tuple(self.form.orders.get(tensor.role, " ".join([*usual, *tensor.axes])).split())
 
     def sizes(self, tensor: StateTensor) -> dict[str, int]:
-        """The number of positions of each axis that this rank holds."""
+        """How many positions of each axis this rank holds."""
         rows = {"page": self.form.num_rows, "slot": self.form.num_rows, "token": self.form.page_size // tensor.granule}
         inner = {name: len(axis.held(self.place)) for name, axis in tensor.axes.items()}
         return {name: (rows | inner)[name] for name in self.axes(tensor)}
 
     @property
     def kv_rank(self) -> KVRank:
-        """This rank for the reference of paged KV, which computes the tokens that it holds."""
+        """For `reference.tokens_of`."""
         place = self.place
         return KVRank(
             layers=self.layers,
@@ -86,7 +84,7 @@ class StateRank:
 
 @dataclass(frozen=True)
 class Memory:
-    """A rank's pools: `buffers` are all allocated bytes, `tensors` the views of them by role and layer."""
+    """`buffers` are all allocated bytes, `tensors` views of them by role and layer."""
 
     buffers: dict[tuple[str, int], Bytes]
     tensors: dict[str, dict[int, Pool]]
@@ -97,7 +95,6 @@ class Memory:
 
 
 def allocate(rank: StateRank, *, byte: int = CANARY) -> Memory:
-    """New pools, full of `byte`."""
     memory = Memory({}, {tensor.role: {} for tensor in rank.model.tensors})
     for layer in rank.layers:
         for name, buffer, tensors in _one_page(rank, byte) if rank.form.one_page else _separate(rank, byte):
@@ -118,7 +115,7 @@ def _separate(rank: StateRank, byte: int) -> Iterator[tuple[str, Bytes, dict[str
 
 
 def _one_page(rank: StateRank, byte: int) -> Iterator[tuple[str, Bytes, dict[str, Pool]]]:
-    """All tensors of a layer in rows of one buffer, each at its offset in the row."""
+    """All tensors of a layer in rows of one buffer."""
     starts, total = [], 0
     for tensor in rank.model.tensors:
         total = -(-total // tensor.itemsize) * tensor.itemsize
@@ -139,15 +136,11 @@ def _one_page(rank: StateRank, byte: int) -> Iterator[tuple[str, Bytes, dict[str
 
 @dataclass(frozen=True)
 class Slots:
-    """The slot of a request."""
-
     id: int
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ring of a request."""
-
     id: int
 
 
@@ -155,7 +148,7 @@ StateRows = PageList | Slots | Ring
 
 
 def global_array(model: StateModel, tensor: StateTensor, layer: int, *, request: int, num_entries: int) -> Pool:
-    """The global array, `[entries, *inner axes]` of unsigned integers; no byte equals the canary.
+    """`[entries, *inner axes]` of unsigned integers; no byte equals the canary.
 
     An element holds the first bytes of a 64-bit hash of (state, request, role, layer, entry, inner position).
     """
@@ -165,7 +158,7 @@ def global_array(model: StateModel, tensor: StateTensor, layer: int, *, request:
 
 @functools.lru_cache(maxsize=256)
 def _content(name: str, role: str, layer: int, shape: tuple[int, ...], itemsize: int) -> Pool:
-    """A global array, read-only and cached: every rank takes its share of the same array."""
+    """Cached: every rank takes its share of the same array."""
     heads = range(int(np.prod(shape[1:])))
     content = reference.rows(name, role, layer, tokens=range(shape[0]), heads=heads, nbytes=itemsize)
     found: Pool = content.view(f"u{itemsize}").reshape(shape)
@@ -174,7 +167,7 @@ def _content(name: str, role: str, layer: int, shape: tuple[int, ...], itemsize:
 
 
 def share(rank: StateRank, tensor: StateTensor, whole: Pool) -> Pool:
-    """The rank's positions of every axis of a global array, for all entries."""
+    """The rank's positions of every inner axis of a global array."""
     for number, axis in enumerate(tensor.axes.values()):
         whole = np.take(whole, np.array(axis.held(rank.place), dtype=np.int64), axis=1 + number)
     return whole
@@ -183,9 +176,8 @@ def share(rank: StateRank, tensor: StateTensor, whole: Pool) -> Pool:
 def write(
     rank: StateRank, memory: Memory, rows: StateRows, *, request: int, num_tokens: int, tokens: tuple[int, int] | None = None
 ) -> None:
-    """Write the rank's share of a request to `memory`: every entry whose last token is in `tokens` (default: all).
-
-    Raises `IndexError` if such an entry has no page in `rows`.
+    """Write the rank's share of a request: every entry whose last token is in `tokens` (default: all). Raises `IndexError`
+    if such an entry has no page in `rows`.
     """
     for tensor in rank.model.tensors:
         entries, row, offset = _places(rank, tensor, rows, num_tokens, tokens or (0, num_tokens))
@@ -199,7 +191,7 @@ def write(
 
 
 def _canonical(rank: StateRank, tensor: StateTensor, pool: Pool) -> Pool:
-    """A view of the pool as `[row, token, *inner axes]` of unsigned integers; a slot has one token."""
+    """The pool as `[row, token, *inner axes]` of unsigned integers; a slot has one token."""
     names = rank.axes(tensor)
     order = [names.index(name) for name in (*(("page", "token") if rank.model.paged else ("slot",)), *tensor.axes)]
     view = pool.view(f"u{tensor.itemsize}").transpose(order)
@@ -236,7 +228,7 @@ def _place(rank: StateRank, rows: StateRows, local: int, mine: Ints, token: int)
 
 
 def first_difference(wanted: Memory, found: Memory) -> str | None:
-    """A description of the first byte in which two memories differ; `None` if they are equal."""
+    """Describe the first byte that differs; `None` if the memories are equal."""
     if wanted.buffers.keys() != found.buffers.keys():
         return f"buffers: expected {sorted(wanted.buffers)}, found {sorted(found.buffers)}"
     for (role, layer), ours in wanted.buffers.items():

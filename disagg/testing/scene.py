@@ -1,6 +1,5 @@
-"""Runs the planner on real memory: pools of the reference implementation, components, election, plans, raw copies.
-
-Everything is in one process. Copies are plain `memmove`, checked against the extents of the pools first.
+"""Runs the planner on real memory in one process: pools of the reference, components, election, plans. Copies are `memmove`,
+checked against the extents of the pools first.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ from disagg.testing.token_rules import token_rule
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One instance: its parallel sizes, the layer ids of each stage, and its pools of `num_pages` pages of `page` tokens.
-
-    Without `stages` there is one stage with all layers.
+    """One instance: its parallel sizes, the layer ids of each stage (`None`: one stage with all layers), and its pools of
+    `num_pages` pages of `page` tokens.
     """
 
     tp: int = 1
@@ -57,11 +55,10 @@ class Side:
 
     @property
     def topology(self) -> Topology:
-        """The instance, seen from rank 0."""
         return Topology(tp=self.tp, dp=self.dp, cp=self.cp, pp=len(self.stages) if self.stages else 1)
 
     def rank(self, topology: Topology, *, num_layers: int, num_pages: int | None = None) -> KVRank:
-        """One rank as the reference describes it. `num_layers` counts without `stages`, `num_pages` replaces the side's."""
+        """`num_layers` counts without `stages`, `num_pages` replaces the side's."""
         return KVRank(
             layers=self.stages[topology.pp_rank] if self.stages else tuple(range(num_layers)),
             page_size=self.page,
@@ -80,7 +77,6 @@ class Side:
         return token_rule(self.context, self.page)
 
     def component(self, model: KVModel, topology: Topology, pools: Pools) -> Component:
-        """The component over one rank's pools."""
         return paged.gqa(
             {layer: tensors[0] if len(tensors) == 1 else tensors for layer, tensors in pools.items()},
             axes=self.axes,
@@ -94,7 +90,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A side with memory: for each rank of the group its pools, its component, and the pages of the request."""
+    """A side with memory: for each rank its pools, its component, and the pages of the request."""
 
     ranks: tuple[KVRank, ...]
     pools: tuple[Pools, ...]
@@ -113,9 +109,8 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One request from one instance to another: `num_tokens` long, of which the destination needs the tokens from `need` on.
-
-    `num_layers` is the number of layers of sides without `stages`. The source lists pages from `source_first` on.
+    """One request of `num_tokens`, of which the destination needs those from `need` on. The source lists pages from
+    `source_first` on. `num_layers` is for sides without `stages`.
     """
 
     model: KVModel
@@ -130,8 +125,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Move:
-    """The copies from one source rank to one destination rank."""
-
     source: int
     destination: int
     copies: CopyBatch
@@ -139,7 +132,7 @@ class Move:
 
 @dataclass
 class Scene:
-    """A case in memory, its election and its moves. Pools have at least two pages more than the request needs."""
+    """A case in memory. Pools have at least two pages more than the request needs."""
 
     case: Case
     rng: np.random.Generator = field(init=False)
@@ -185,7 +178,6 @@ class Scene:
         return elect(self.source.table, self.destination.table)
 
     def plan(self, source: int, destination: int) -> ComponentPlan:
-        """The plan of one pair of ranks."""
         plan = make_plan(
             self.election,
             source=(source, self.source.table, _placements(self.source.components[source])),
@@ -194,13 +186,11 @@ class Scene:
         return plan.components[self.case.model.component]
 
     def rows(self, source: int, destination: int) -> tuple[Pages, Pages]:
-        """The pages of the request on both ranks."""
         lists = self.source.pages[source], self.destination.pages[destination]
         ours, theirs = (Pages(np.array(pages.ids, dtype=np.int32), pages.first_token) for pages in lists)
         return ours, theirs
 
     def bind(self, source: int, destination: int, *, tokens: tuple[int, int] | None = None) -> CopyBatch:
-        """The copies of one pair of ranks."""
         ours, theirs = self.rows(source, destination)
         tokens = tokens or (self.case.need, self.case.num_tokens)
         return bind(self.plan(source, destination), source=ours, destination=theirs, tokens=tokens)
@@ -230,7 +220,7 @@ class Scene:
                 ctypes.memmove(target, where, nbytes_)
 
     def difference(self) -> str | None:
-        """The first byte in which the destination's pools differ from the reference; `None` if they are equal."""
+        """The first difference from the reference; `None` if they are equal."""
         case = self.case
         for number, (rank, pools, pages) in enumerate(
             zip(self.destination.ranks, self.destination.pools, self.destination.pages, strict=True)
@@ -248,7 +238,7 @@ def _placements(component: Component) -> Mapping[str, Placement]:
 
 
 def owned_positions(owned: Owned, *, size: int) -> list[int]:
-    """The positions of an axis of `size` that `owned` contains, in memory order, computed one by one from its definition."""
+    """In memory order, computed one by one from the definition."""
     match owned:
         case Periodic(offset=offset, run=run, period=period):
             return [p for p in range(size) if p >= offset and (p - offset) % period < run]

@@ -1,6 +1,5 @@
-"""Kinds of state as models define them: tensors with global axes, and the positions of each axis that a rank holds.
-
-The positions come from the closed formulas of models and servers. Calls nothing of the planner.
+"""Kinds of state: tensors with global axes, and the positions of each axis that a rank holds, by the closed formulas of
+models and servers. Independent of the planner.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from disagg.testing.reference import Context, heads_of
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One rank of a group, in each kind of parallelism that shards tensors."""
-
     tp: int = 1
     tp_rank: int = 0
     ep: int = 1
@@ -29,27 +26,25 @@ class Place:
 
 @dataclass(frozen=True)
 class GlobalAxis:
-    """An axis of `size` global positions; `held` returns those of a rank, in memory order."""
+    """`held` returns the positions of a rank, in memory order."""
 
     size: int
     held: Callable[[Place], Sequence[int]]
 
 
 def replicated(size: int) -> GlobalAxis:
-    """An axis that every rank holds whole."""
     return GlobalAxis(size, lambda _: range(size))
 
 
 def per_head(count: int) -> GlobalAxis:
-    """An axis of heads or channels, sharded; with more ranks than heads, neighbouring ranks hold the same one."""
+    """Heads or channels, sharded; with more ranks than heads, neighbouring ranks hold the same one."""
     return GlobalAxis(count, lambda place: heads_of(count, tp=place.tp, tp_rank=place.tp_rank))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a fused axis: `count` heads or groups of `width` channels.
-
-    `grouped`: if neither the groups nor the ranks divide the other, every rank holds all groups.
+    """`count` heads or groups of `width` channels in a fused axis. `grouped`: if neither the groups nor the ranks divide the
+    other, every rank holds all groups.
     """
 
     count: int
@@ -57,7 +52,7 @@ class Part:
     grouped: bool = False
 
     def channels(self, place: Place) -> Iterator[int]:
-        """The channels of the part that a rank holds, counted from the start of the part."""
+        """Counted from the start of the part."""
         heads: Iterable[int] = heads_of(self.count, tp=place.tp, tp_rank=place.tp_rank)
         if self.grouped and self.count % place.tp and place.tp % self.count:
             heads = range(self.count)
@@ -79,7 +74,7 @@ def fused(*parts: Part) -> GlobalAxis:
 
 
 def experts(count: int) -> GlobalAxis:
-    """Experts, sharded by `ep_rank = tp_rank // moe_tp_size`, with `moe_tp_size = tp // ep`."""
+    """Sharded by `ep_rank = tp_rank // moe_tp_size`, with `moe_tp_size = tp // ep`."""
 
     def held(place: Place) -> Sequence[int]:
         moe_tp_size = place.tp // place.ep
@@ -117,7 +112,7 @@ class StateTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StateModel:
-    """A kind of state as the model defines it, unsharded. Without `paged`, a request has one slot."""
+    """Unsharded. Without `paged`, a request has one slot."""
 
     name: str
     tensors: tuple[StateTensor, ...]
@@ -222,21 +217,21 @@ def mamba2(
 def mamba1(
     *, inner: int, state_size: int, kernel: int, dtypes: tuple[str, str] = ("uint16", "float32"), name: str = "ssm"
 ) -> StateModel:
-    """Mamba1: both tensors by channel."""
+    """Both tensors by channel."""
     axes = {"channel": per_head(inner), "state": replicated(state_size)}
     temporal = StateTensor(role="temporal", axes=axes, dtype=dtypes[1])
     return StateModel(name=name, tensors=(_conv("conv", per_head(inner), kernel, dtypes[0]), temporal))
 
 
 def convolution(*, channels: int, kernel: int, dtype: str = "uint16", name: str = "conv") -> StateModel:
-    """A gated short convolution: `conv` by channel."""
+    """A gated short convolution, by channel."""
     return StateModel(name=name, tensors=(_conv("conv", per_head(channels), kernel, dtype),))
 
 
 def lightning(
     *, num_heads: int, key_head_dim: int, value_head_dim: int, dtype: str = "float32", name: str = "ssm"
 ) -> StateModel:
-    """Lightning attention: `temporal` per head."""
+    """Lightning attention, per head."""
     return StateModel(name=name, tensors=(_temporal(num_heads, key_head_dim, value_head_dim, dtype),))
 
 

@@ -1,7 +1,4 @@
-"""Hypothesis strategies for topologies, ownerships, page sizes, requests, and whole cases of paged KV.
-
-`pairwise` gives few combinations of settings that together contain every pair of values.
-"""
+"""Hypothesis strategies for topologies, ownerships, page sizes, requests, and cases of paged KV."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ AXES = (
     "page token kv_head kv dim",
     "page kv_head dim token",
 )
-"""Memory orders of paged KV that servers use, and a last one that no server uses."""
+"""The last one is no server's."""
 DTYPES = ("uint8", "float16", "float32", "float64")
 
 
 def topologies(*, max_size: int = 4) -> st.SearchStrategy[Topology]:
-    """Instances of up to `max_size` in each dimension, seen from any rank."""
+    """Up to `max_size` in each dimension, seen from any rank."""
 
     @st.composite
     def build(draw: st.DrawFn) -> Topology:
@@ -56,20 +53,18 @@ def intervals(draw: st.DrawFn, *, size: int) -> Intervals:
 
 @st.composite
 def periodics(draw: st.DrawFn, *, size: int) -> Periodic:
-    """Any periodic ownership that is not much longer than an axis of `size`."""
+    """Not much longer than an axis of `size`."""
     period = draw(st.integers(1, size + 2))
     return Periodic(draw(st.integers(0, size + 2)), draw(st.integers(1, period)), period)
 
 
 @st.composite
 def shares(draw: st.DrawFn, *, size: int) -> Share:
-    """Any contiguous share of an axis of `size`."""
     parts = draw(st.integers(1, 6))
     return Share(draw(st.integers(0, parts - 1)), parts, draw(st.integers(1, size + 2)))
 
 
 def ownerships(*, size: int) -> st.SearchStrategy[Owned]:
-    """Any ownership of an axis of `size`."""
     return st.one_of(intervals(size=size), periodics(size=size), shares(size=size))
 
 
@@ -84,7 +79,6 @@ def stages(draw: st.DrawFn, *, layers: Sequence[int], max_stages: int = 3) -> tu
 
 @st.composite
 def sides(draw: st.DrawFn, *, layers: Sequence[int], packable: bool) -> Side:
-    """An instance: parallel sizes, stages, page geometry, memory order and context parallelism."""
     cp = draw(st.integers(1, 3))
     return Side(
         tp=draw(st.integers(1, 6)),
@@ -98,7 +92,6 @@ def sides(draw: st.DrawFn, *, layers: Sequence[int], packable: bool) -> Side:
 
 
 page_sizes: st.SearchStrategy[int] = st.sampled_from((1, 2, 3, 4, 5, 8, 16))
-"""Tokens per page: powers of two, and others."""
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The library's rules of ownership of tokens, by the reference's names of context parallelism."""
+"""The library's ownership of tokens, by the reference's names of context parallelism."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from disagg.testing.reference import Context
 
 
 def token_rule(context: Context, page_size: int) -> declare.Rule:
-    """The rule for `context`, with pages of `page_size` tokens."""
     match context:
         case Context.WHOLE:
             return declare.all_tokens

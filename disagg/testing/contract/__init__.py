@@ -1,6 +1,6 @@
 """The test class that every backend must pass.
 
-A backend's test module has one subclass. It returns the backend's factory, and the options under test::
+A backend's test module has one subclass::
 
     class TestMyBackend(BackendContract):
         def factory(self) -> BackendFactory:
@@ -10,8 +10,7 @@ A backend's test module has one subclass. It returns the backend's factory, and 
             return BackendOptions(host="127.0.0.1")
 
 The *initiator* is the pytest process. *Targets* are processes of their own (`separate_processes = False`: engines of the
-pytest process). A target's memory is an anonymous shared file that the test maps too. So tests compare raw bytes, in whatever
-state the target or the engine is.
+pytest process). The test maps a target's memory too, so it can compare raw bytes whatever state the target is in.
 
 No test asserts a duration: `patience_s` only bounds a hang.
 """

@@ -1,4 +1,4 @@
-"""Memory of one side of a test, and batches of pieces between two sides with what they must leave behind."""
+"""Memory of one side of a test, and batches of pieces between two sides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ Piece = tuple[int, int, int, int, int]
 """`(local region, offset, remote region, offset, nbytes)`."""
 
 GUARD = 4099
-"""Bytes before and after each region, in the same mapping but not registered."""
+"""Unregistered bytes before and after each region."""
 REGION_NBYTES = (1_500_001, 70_000)
-"""Sizes of the two regions on each side."""
 
 
 class Arena:
-    """Regions of one side, apart from each other, in one shared file; guard bytes surround each of them."""
+    """Regions of one side in one shared file, surrounded by guard bytes."""
 
     def __init__(self, fd: int, sizes: Sequence[int], *, base: int | None = None) -> None:
         total = sum(sizes) + GUARD * (len(sizes) + 1)
@@ -54,17 +53,15 @@ class Arena:
         return self.memory[self.offsets[region] : self.offsets[region] + self.sizes[region]]
 
     def scramble(self, seed: int) -> None:
-        """Fill everything, guards too, with other bytes."""
+        """Fill everything, guards too."""
         self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.size, dtype=np.uint8)
 
 
 def batch(source: Sequence[int], destination: Sequence[int], nbytes: Sequence[int]) -> CopyBatch:
-    """A batch from lists of addresses and lengths."""
     return CopyBatch(*(np.array(column, dtype=np.uint64) for column in (source, destination, nbytes)))
 
 
 def batch_of(local: Arena, remote: Arena, pieces: Sequence[Piece]) -> CopyBatch:
-    """`pieces` as addresses."""
     here = [local.address(region, offset) for region, offset, _, _, _ in pieces]
     there = [remote.address(region, offset) for _, _, region, offset, _ in pieces]
     nbytes = [piece[4] for piece in pieces]
@@ -96,8 +93,6 @@ def random_pieces(rng: random.Random, *, nbytes: Sequence[int], gap: int) -> lis
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of batch."""
-
     nbytes: tuple[int, ...]
     gap: int
 
@@ -115,7 +110,7 @@ SHAPES = {
 
 
 def outside(arena: Arena) -> list[tuple[int, int]]:
-    """`(address, nbytes)` of ranges that are not wholly within one region of `arena`."""
+    """`(address, nbytes)` of ranges that are not wholly within one region."""
     start, size = arena.address(0), arena.sizes[0]
     stop = start + size
     return [

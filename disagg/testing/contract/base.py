@@ -1,4 +1,4 @@
-"""What the tests of the contract have in common: hooks of a subclass, fixtures, and short forms."""
+"""Hooks of a subclass, fixtures and short forms of the contract's tests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from disagg.testing.contract.targets import (
 
 
 class ContractBase:
-    """Hooks, fixtures and short forms. Every test may run alone; subclasses have no state."""
+    """Every test may run alone; subclasses have no state."""
 
     separate_processes: ClassVar[bool] = True
     fences_dead_neighbours: ClassVar[bool] = False
     """Whether `fence` is to become `QUIET` after the death of a peer's process on the same host."""
     patience_s: ClassVar[float] = 60.0
     context: ClassVar[StartContext] = SPAWN
-    """How peers' processes start. A fork server is quicker where imports are slow: it can import once for all."""
+    """How peers' processes start. A fork server is quicker where imports are slow."""
 
     def factory(self) -> BackendFactory:
         raise NotImplementedError
@@ -41,7 +41,7 @@ class ContractBase:
 
     @pytest.fixture
     def stack(self) -> Iterator[ExitStack]:
-        """Holds what a test opened, and closes it in reverse."""
+        """Closes what a test opened, in reverse."""
         with ExitStack() as stack:
             yield stack
 
@@ -59,7 +59,7 @@ class ContractBase:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_target(cls) -> Iterator[Target]:
-        """A target for tests that do not harm it: starting a process takes longer than most of them."""
+        """For tests that do not harm it: starting a process takes longer than most of them."""
         with ExitStack() as stack:
             yield cls().new_target(stack)
 
@@ -69,7 +69,6 @@ class ContractBase:
         return shared_target
 
     def open(self, arena: Arena, stack: ExitStack) -> Backend:
-        """A backend that serves `arena`."""
         backend = self.factory()(self.options())
         stack.callback(backend.close)
         backend.register(arena.regions)

@@ -18,10 +18,8 @@ from disagg.testing.contract.targets import Target
 
 
 class CopyingContract(ContractBase):
-    """Bytes and addresses."""
-
     def test_copies_exactly_the_pieces(self, backend: Backend, local: Arena, target: Target) -> None:
-        """Every byte of both sides is compared: pieces, what lies between them, and the guards around regions."""
+        """Compares every byte of both sides, guards included."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         for seed, (name, shape) in enumerate(SHAPES.items()):
             local.scramble(2 * seed + 10)
@@ -88,7 +86,7 @@ class CopyingContract(ContractBase):
             np.testing.assert_array_equal(target.arena.memory, memory)
 
     def test_addresses_outside_the_regions_are_refused(self, backend: Backend, local: Arena, target: Target) -> None:
-        """The whole batch is refused: the good pieces before and after the bad one are not copied either."""
+        """The whole batch is refused, with the good pieces around the bad one."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         good = (0, 0, 0, 0, 64)
         images = local.memory.copy(), target.arena.memory.copy()
@@ -100,7 +98,7 @@ class CopyingContract(ContractBase):
                 here, there, nbytes = zip(*rows, strict=True)
                 with pytest.raises(NotRegistered):
                     backend.submit(peer, batch(here, there, nbytes))
-        # A transfer that succeeds, so that anything posted before it has had time to arrive.
+        # Anything posted before this transfer has had time to arrive.
         self.run(backend.submit(peer, batch_of(local, target.arena, [good])))
         at = target.arena.offsets[0]
         images[1][at : at + 64] = local.view(0)[:64]

@@ -1,4 +1,4 @@
-"""The contract, third part: what a backend may report, and must not, after the death of a peer."""
+"""The contract, third part: what a backend may report after the death of a peer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from disagg.testing.contract.targets import settle
 
 
 class DeathContract(ContractBase):
-    """The death of a peer, and the proofs that follow from it."""
-
     def test_a_killed_peer_never_gives_missing_bytes(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """The peer is stopped, posted to, then killed: a `DONE` transfer has every byte, others are `FAILED` or `UNSETTLED`."""
         victim, survivor = self.new_process(stack), self.new_target(stack)
@@ -38,7 +36,6 @@ class DeathContract(ContractBase):
         self.round_trip(backend, local, self.new_target(stack))
 
     def _judge(self, status: TransferStatus, transfer: Transfer, memory: Bytes, after: Bytes) -> None:
-        """Check a transfer whose peer was killed."""
         if status is TransferStatus.DONE:
             np.testing.assert_array_equal(memory, after)
         else:
@@ -104,7 +101,7 @@ class DeathContract(ContractBase):
         assert now == memory, "bytes landed after the engine had been closed"
 
     def test_the_endpoint_of_a_dead_peer(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
-        """Connecting fails with an error of this library, or else the transfer fails."""
+        """Connecting fails with an error of this library, or the transfer fails."""
         dead = self.new_process(stack)
         dead.kill()
         with suppress(BackendError):

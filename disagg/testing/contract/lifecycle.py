@@ -16,8 +16,6 @@ from disagg.testing.contract.targets import ProcessTarget, Target, initiate, set
 
 
 class LifecycleContract(ContractBase):
-    """Endpoints, transfers, peers and engines."""
-
     def test_malformed_endpoints_are_refused(self, backend: Backend, local: Arena, target: Target) -> None:
         good = target.endpoint
         descriptor, _ = decode_endpoint(backend.name, good)
@@ -58,7 +56,7 @@ class LifecycleContract(ContractBase):
         pieces = [(0, 0, 0, 0, REGION_NBYTES[0])]
         transfer = backend.submit(peer, batch_of(local, target.arena, pieces))
         if not transfer.poll().settled:
-            # It may settle between the two calls; then closing it is allowed.
+            # It may settle in between.
             with suppress(LocalProtocolError):
                 transfer.close()
                 assert transfer.poll().settled
@@ -76,7 +74,7 @@ class LifecycleContract(ContractBase):
 
     @pytest.mark.parametrize("overlapping", [False, True])
     def test_connecting_anew_for_another_epoch(self, overlapping: bool, backend: Backend, local: Arena, target: Target) -> None:
-        """The old peer is disconnected before or after the new one connects; the new one is not disturbed."""
+        """The old peer is disconnected before or after the new one connects, and does not disturb it."""
         old = backend.connect(target.endpoint, process=target.process, epoch=1)
         batch = batch_of(local, target.arena, [(0, 0, 0, 0, 10)])
         if not overlapping:
@@ -112,7 +110,7 @@ class LifecycleContract(ContractBase):
 
     @pytest.mark.parametrize("orderly", [True, False])
     def test_the_process_ends_with_status_0(self, orderly: bool, target: Target) -> None:
-        """A process that used the engine, and closed it or not."""
+        """Whether or not it closed the engine."""
         if not isinstance(target, ProcessTarget):
             pytest.skip("this backend reaches no other process")
         remote = target.arena.regions[0].address, 5000

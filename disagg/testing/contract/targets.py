@@ -24,7 +24,7 @@ from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch
 
 BackendFactory = Callable[[BackendOptions], Backend]
 StartContext = SpawnContext | ForkServerContext
-"""How processes start. Not by `fork`: a child would inherit the locks of engine threads."""
+"""Not `fork`: a child would inherit the locks of engine threads."""
 SPAWN: StartContext = multiprocessing.get_context("spawn")
 
 
@@ -36,12 +36,10 @@ class Target(Protocol):
     process: ProcessWatch | None
 
     def close(self) -> None:
-        """Close the engine in order; raises `AssertionError` where its process does not end with status 0."""
+        """Close the engine in order; raises `AssertionError` if its process does not end with status 0."""
 
 
 class ProcessTarget:
-    """A target in a process of its own."""
-
     def __init__(
         self, factory: BackendFactory, options: BackendOptions, *, patience_s: float, context: StartContext = SPAWN
     ) -> None:
@@ -62,7 +60,7 @@ class ProcessTarget:
         os.kill(self._child.pid, number)
 
     def stop(self) -> None:
-        """Freeze the process; returns once it is frozen."""
+        """Returns once the process is frozen."""
         self.signal(signal.SIGSTOP)
         deadline = time.monotonic() + self._patience_s
         while any(state != "T" for state in self._states()):
@@ -70,7 +68,6 @@ class ProcessTarget:
             time.sleep(0.001)
 
     def _states(self) -> Iterator[str]:
-        """The state of each thread."""
         for stat in Path(f"/proc/{self._child.pid}/task").glob("*/stat"):
             with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
                 yield stat.read_text().rpartition(")")[2].split()[0]
@@ -83,13 +80,13 @@ class ProcessTarget:
         self._ask((other.endpoint, other.identity))
 
     def write(self, endpoint: bytes, address: int) -> TransferStatus:
-        """Post its whole first region to `address` of that peer; the status right after. It is never polled again."""
+        """Post its whole first region to `address` of that peer. Returns the status right after; it is never polled again."""
         status = self._ask((endpoint, address))
         assert isinstance(status, TransferStatus)
         return status
 
     def begin_close(self) -> None:
-        """Have this target's engine closed. A stopped process starts when it goes on."""
+        """A stopped process starts when it goes on."""
         self._pipe.send((b"", 0))
 
     def end_close(self) -> bytes:
@@ -97,7 +94,7 @@ class ProcessTarget:
         return cast(bytes, self._answer())
 
     def begin_fence(self, endpoint: bytes, *, patience_s: int) -> None:
-        """Have this target's engine fence that peer. A stopped process starts when it goes on."""
+        """A stopped process starts when it goes on."""
         self._pipe.send((endpoint, -patience_s))
 
     def end_fence(self) -> tuple[Fence, bytes]:
@@ -120,7 +117,7 @@ class ProcessTarget:
         self._child.join(self._patience_s)
 
     def close(self) -> None:
-        """Close the engine in order, also of a stopped process, which goes on first. Raises as `Target.close` does."""
+        """A stopped process goes on first. Raises as `Target.close` does."""
         killed = self._child.exitcode == -signal.SIGKILL
         if self._child.is_alive():
             self.go_on()
@@ -137,8 +134,6 @@ class ProcessTarget:
 
 
 class InProcessTarget:
-    """A target that is another engine of the pytest process."""
-
     def __init__(self, factory: BackendFactory, options: BackendOptions) -> None:
         self.arena = Arena.create(REGION_NBYTES)
         self.backend = factory(options)
@@ -156,7 +151,7 @@ class InProcessTarget:
 
 
 def settle(transfer: Transfer, *, patience_s: float = 60.0) -> TransferStatus:
-    """Poll until something other than `PENDING`; fails the test when that takes longer than `patience_s`."""
+    """Poll while `PENDING`; fails the test after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while (status := transfer.poll()) is TransferStatus.PENDING:
         assert time.monotonic() < deadline, f"still pending after {patience_s} s"
@@ -168,7 +163,7 @@ def settle(transfer: Transfer, *, patience_s: float = 60.0) -> TransferStatus:
 
 
 def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, sizes: Sequence[int]) -> None:
-    """A target process: send where the memory is, then obey orders to connect, post, fence and close, until the last."""
+    """Send where the memory is, then obey orders to connect, post, fence and close."""
     arena = Arena.create(sizes)
     arena.memory[:] = 0
     backend = factory(options)
@@ -194,7 +189,7 @@ def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, s
 
 
 def _fence(backend: Backend, peer: RemotePeer, arena: Arena, *, patience_s: int) -> tuple[Fence, bytes]:
-    """Fence for up to `patience_s` until that is `QUIET`; the last answer, and a hash of the memory right after."""
+    """Fence until `QUIET` or for `patience_s`. Returns the last answer, and a hash of the memory right after."""
     deadline = time.monotonic() + patience_s
     while True:
         fence, memory = backend.fence(peer, epoch=1), hashlib.sha256(arena.memory.data).digest()
