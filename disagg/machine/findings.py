@@ -69,7 +69,6 @@ class Machine:
             return None
 
     def entries(self, path: str) -> tuple[str, ...]:
-        """The names in a folder, sorted; empty if there is no folder."""
         try:
             return tuple(sorted(entry.name for entry in (self.root / path).iterdir()))
         except OSError:
@@ -83,12 +82,12 @@ class Machine:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The bus addresses of NVIDIA GPUs."""
+        """Bus addresses of NVIDIA GPUs."""
         return self.entries("proc/driver/nvidia/gpus")
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory of this host."""
+        """In bytes."""
         lines = (self.read("proc/meminfo") or "").splitlines()
         found = [line.split()[1] for line in lines if line.startswith("MemTotal:")]
         return int(found[0]) << 10 if found else None

@@ -1,17 +1,24 @@
 """Which process is at the other end, whether it has ended, whether bytes that it sent may still arrive, and copies from it.
 
-**Who.** A process listens on an `IdentitySocket`. Another connects to it, and the kernel says who listens (`SO_PEERPIDFD`, or `SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed. The socket's name is bound to the identity that the peer has proved on its control channel, so a peer cannot pass on another process's socket.
+**Who.** A process listens on an `IdentitySocket`, and the kernel tells those who connect who listens (`SO_PEERPIDFD`, or
+`SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed. The socket's name is bound to the identity that
+the peer has proved on its control channel, so a peer cannot pass on another process's socket.
 
-**Ended.** Only the pidfd tells that. It was taken while the process lived, so it never means a later process with the same id, and it works where `/proc` hides processes. What this process cannot see has not ended.
+**Ended.** Only the pidfd tells that. It was taken while the process lived, so it never means a later process with the same
+id. What this process cannot see has not ended.
 
-**Left.** A program that executes another (`exec`) keeps its process and sockets, but not its threads and memory. Its stack is then elsewhere, as `/proc` shows to those who may read the process's memory. The engine's connections would stay open, so this process shuts its own ends down; its engine then reads what is left, and closes them as after a death.
+**Left.** A program that executes another (`exec`) keeps its process and sockets, but not its threads and memory; `/proc`
+then shows another stack. The engine's connections would stay open, so this process shuts its own ends down.
 
-**Quiet.** Bytes that a killed process had sent wait in socket buffers and may be applied to memory long after. The kernel ends each of its connections behind the last byte, or resets it if the process had bytes to read, and an engine closes its socket once it has read that end. So nothing more can arrive once no socket of the engine here was reset or has a far end without an owner. A child may hold the same connections; it then also holds the datagram socket of the `IdentitySocket`, as the kernel tells those connected to it.
+**Quiet.** Bytes of a killed process wait in socket buffers and may be applied to memory long after. The kernel ends its
+connections behind the last byte, or resets them if it had bytes to read, and an engine closes its socket at that end. So
+nothing more can arrive once no socket of the engine here was reset or has a far end without an owner. A child may hold the
+same connections; then it also holds the datagram socket of the `IdentitySocket`.
 
-Only the engine's sockets count, since only they lead to memory: those accepted on a port on which the engine listens, and
-those opened to a port of the peer's engine. Others may stay half closed for hours, as an HTTP client's idle connections do.
-Where the ports are unknown, every socket counts. A peer that lies about its ports gains nothing: it may write to the
-registered memory anyway.
+Only the engine's sockets count, because only they lead to memory: those accepted on a port on which the engine listens, and
+those opened to a port of the peer's engine. Others may stay half closed for hours, such as an HTTP client's. Where the ports
+are unknown, every socket counts. A peer that lies about its ports gains nothing: it may write to the registered memory
+anyway.
 """
 
 from __future__ import annotations
@@ -57,16 +64,16 @@ _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 4096
 _NOT_ACCEPTED = (SYN_RECV, ESTABLISHED, CLOSE_WAIT)
 _NO_OWNER = "0"
-"""The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
+"""Not accepted yet, or closed and not finished."""
 _STACK_FIELD = 25
-"""The start of the stack in `/proc/PID/stat`, counted behind the program's name (proc_pid_stat(5)). 0 if hidden."""
+"""In `/proc/PID/stat`, counted behind the program's name: see proc_pid_stat(5)."""
 _TCP_INFO = struct.Struct("=B127xQ")
 """Of `struct tcp_info`: the state, and `tcpi_bytes_received` (Linux 4.1)."""
 _SO_PEERNAME = 28
 """Unlike `getpeername`, it works after a reset."""
 _FAMILY_AND_PORT = struct.Struct("!HH")
 _CLOSED = 7
-"""The state of a socket that is in no table."""
+"""That state of a socket which is in no table."""
 
 
 class Credentials(NamedTuple):
@@ -79,7 +86,8 @@ class Credentials(NamedTuple):
 
 class IdentitySocket:
     """Two abstract Unix sockets of this process. Through one the kernel tells others in this network namespace who listens.
-    Every child inherits the other, as it may inherit engines' sockets: it exists until nobody holds what the process held.
+    Every child inherits the other, as it may inherit engines' sockets, so it exists until nobody holds what the process
+    held.
 
     Raises `OSError` if another process has a socket of that name.
     """
@@ -98,9 +106,7 @@ class IdentitySocket:
             raise
 
     def prune(self) -> None:
-        """Empty the backlog, which any process of this host can fill. Call it now and then: those who connected have learned
-        all.
-        """
+        """Empty the backlog, which any process of this host can fill. Call it now and then."""
         while True:
             try:
                 found, _ = self._socket.accept()
@@ -109,7 +115,6 @@ class IdentitySocket:
             found.close()
 
     def close(self) -> None:
-        """A second call does nothing."""
         self._socket.close()
         self._held.close()
 
@@ -119,10 +124,8 @@ def _held_name(name: str) -> str:
 
 
 class ProcessWatch:
-    """An attested process. `pid` is 0 if it is not visible in this process's namespace.
-
-    The watch owns `descriptor`, its pidfd, and `held`, which is connected to the datagram socket of its identity. Cheap to
-    ask repeatedly. Thread-safe.
+    """An attested process. `pid` is 0 if it is not visible in this process's namespace. The watch owns its pidfd and the
+    socket `held`, which is connected to the datagram socket of its identity. Thread-safe.
     """
 
     def __init__(self, pid: int, descriptor: int, held: socket.socket) -> None:
@@ -136,8 +139,8 @@ class ProcessWatch:
 
     @classmethod
     def attest(cls, name: str) -> ProcessWatch | None:
-        """The process that listens on the identity socket `name`. `None` if it cannot be reached, for instance on another
-        host, or if the kernel has no pidfds.
+        """The process that listens on the identity socket `name`. `None` if it cannot be reached, or if the kernel has no
+        pidfds.
         """
         held: socket.socket | None = None
         try:
@@ -160,14 +163,14 @@ class ProcessWatch:
         return self._descriptor
 
     def has_ended(self) -> bool:
-        """Whether all threads are proved to have ended. `close` keeps the last answer."""
+        """Whether it is proved that all threads have ended. `close` keeps the last answer."""
         with self._lock:
             if not self._ended and self._descriptor is not None:
                 self._ended = _native.is_readable(self._descriptor)
             return self._ended
 
     def has_left(self) -> bool:
-        """Whether the attested program has no thread any more: the process has ended, or executes another program."""
+        """Whether the process has ended, or executes another program."""
         return self.has_ended() or (self._stack is not None and _stack_of(self.pid) not in (None, self._stack))
 
     def is_gone(self) -> bool:
@@ -178,8 +181,8 @@ class ProcessWatch:
             return self._gone
 
     def is_quiet(self, sockets: EngineSockets = ANY_SOCKET) -> bool:
-        """Whether it is gone, or executes another program, and nothing that it sent over TCP can arrive at `sockets` here.
-        `False` where the kernel's tables cannot be read.
+        """Whether it is gone, or executes another program, and nothing that it sent can arrive at `sockets` here. `False`
+        where the kernel's tables cannot be read.
         """
         try:
             if self.has_ended():
@@ -191,7 +194,7 @@ class ProcessWatch:
 
     def _is_cut_off(self, engine: EngineSockets) -> bool:
         """Whether the engine here has closed its connections with a program that executed another one; shuts down those that
-        are left. `False` if the engine's ports are unknown: its connections cannot be told from others then.
+        are left. `False` if the engine's ports are unknown, since other connections must not be shut down.
         """
         with self._lock:
             if engine.accepted is None or engine.opened is None:
@@ -216,7 +219,6 @@ class ProcessWatch:
             return is_cut
 
     def close(self) -> None:
-        """A second call does nothing."""
         with self._lock:
             self.is_gone()
             self._held.close()
@@ -238,7 +240,7 @@ def peer_credentials(connection: socket.socket) -> Credentials:
 
 
 def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:
-    """A pidfd of the process at the other end, which holds what `held` is connected to. Raises `OSError` where there is
+    """A pidfd of the process at the other end, whose datagram socket `held` is connected to. Raises `OSError` where there is
     none.
     """
     try:
@@ -254,7 +256,7 @@ def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:
 
 
 def _stack_of(pid: int) -> int | None:
-    """Where the stack of a process's program starts; `None` if this process may not know."""
+    """Where the stack of its program starts; `None` if this process may not know."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
@@ -276,7 +278,7 @@ def _is_held(connected: socket.socket) -> bool:
 
 
 def copy_refusal(pid: int, address: int) -> str | None:
-    """Why this process may not copy from `address` of process `pid` by itself; `None` if it may. Reads one byte."""
+    """Why this process may not copy from another's memory; `None` if it may. Reads one byte."""
     if not 0 < pid < 2**31:
         return f"{pid} is no process id here"
     byte = np.zeros(1, np.uint8)
@@ -293,7 +295,6 @@ def machine_identity() -> str:
 
 
 def _unix_sockets(name: str) -> set[str]:
-    """The inodes of the abstract Unix sockets of this name."""
     rows = (line.split() for line in (_PROC / "self" / "net" / "unix").read_text().splitlines()[1:])
     return {row[6] for row in rows if row[7:] == [f"@{name}"]}
 
@@ -311,9 +312,7 @@ def _connected_to(sockets: Iterable[TcpSocket], held: Collection[str]) -> set[tu
 
 
 def _has_orphans(engine: EngineSockets) -> bool:
-    """Whether bytes may wait in a TCP connection of this process whose far end, on this host, has no owner any more. A far
-    end on another host cannot be of a process that is proved to have ended here.
-    """
+    """Whether bytes may wait in a TCP connection of this process whose far end, on this host, has no owner any more."""
     sockets = tcp_sockets()
     own = own_sockets()  # read after the tables: a socket accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}
@@ -338,8 +337,8 @@ def _has_orphans(engine: EngineSockets) -> bool:
 def _reset_after_bytes(descriptor: int) -> tuple[int, int] | None:
     """The local and the remote port of a TCP socket that was reset after it had received bytes.
 
-    A process that ends with unread bytes resets its connections. Their other ends leave the kernel's tables at once, with
-    unread bytes.
+    A process that ends with unread bytes resets its connections. Their other ends leave the kernel's tables at once, even
+    with bytes to read.
     """
     try:
         found = duplicate(descriptor)

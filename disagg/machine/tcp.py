@@ -1,8 +1,7 @@
 """The TCP sockets of this process, and how soon they notice that a link is back.
 
-TCP doubles its wait after each retransmission, so after a cut it may stay silent for as long again. Since 6.15 Linux lets a
-socket limit that wait, but it counts attempts and would end the connection after 14 s, so a limit in seconds replaces
-theirs. On older kernels nothing changes.
+TCP doubles its wait after each retransmission. Since 6.15 Linux lets a socket limit that wait, but would then end the
+connection after 14 s, since it counts attempts; so they are limited in seconds instead. On older kernels nothing changes.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ import msgspec
 
 _PROC = Path("/proc")
 SYN_RECV, ESTABLISHED, CLOSE_WAIT, LISTEN = "03", "01", "08", "0A"
-"""States in `/proc/net/tcp`."""
 TCP_RTO_MAX_MS = 44
 """Linux 6.15. Python's `socket` does not name it."""
 LONGEST_WAIT_S = 1
 """Between two retransmissions; the shortest that Linux accepts."""
 SLOW_S = 0.5
 SILENCE_S = 900
-"""How long bytes may stay unacknowledged, or not be taken by a stopped peer, until a connection ends: about as long as by
+"""How long bytes may stay unacknowledged, or a stopped peer not take them, until a connection ends: about as long as by
 default. Rows whose write was under way stay quarantined then.
 """
 
@@ -42,8 +40,6 @@ Ports = Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=65535)], ...], msgs
 
 
 class TcpSocket(NamedTuple):
-    """A row of the kernel's table."""
-
     local: str
     remote: str
     state: str
@@ -67,7 +63,7 @@ def own_sockets() -> dict[str, int]:
 
 
 def sockets_of(process: int | str) -> dict[str, int]:
-    """Descriptors of a process's sockets, by inode. Raises `OSError` if this process may not know."""
+    """By inode. Raises `OSError` if this process may not know."""
     found = dict[str, int]()
     for entry in (_PROC / str(process) / "fd").iterdir():
         try:
@@ -80,7 +76,7 @@ def sockets_of(process: int | str) -> dict[str, int]:
 
 
 def tcp_sockets() -> list[TcpSocket]:
-    """Every TCP socket of this network namespace."""
+    """Of this network namespace."""
     return [row for name in ("tcp", "tcp6") for row in _table(_PROC / "self" / "net" / name)]
 
 
@@ -93,7 +89,7 @@ def _table(path: Path) -> Iterator[TcpSocket]:
 
 
 def _plain(address: str) -> str:
-    """IPv4-mapped IPv6 addresses, as dual-stack sockets have them, become IPv4."""
+    """Make an IPv4-mapped IPv6 address, as a dual-stack socket has it, IPv4."""
     host, _, port = address.rpartition(":")
     mapped = "0000000000000000FFFF0000"
     return f"{host.removeprefix(mapped)}:{port}" if len(host) == 32 and host.startswith(mapped) else address
@@ -104,7 +100,7 @@ def port_of(address: str) -> int:
 
 
 def listening_sockets() -> dict[int, int]:
-    """Inodes of this process's listening TCP sockets, by descriptor."""
+    """Inodes by descriptor."""
     own = own_sockets()
     return {own[row.inode]: int(row.inode) for row in tcp_sockets() if row.state == LISTEN and row.inode in own}
 
@@ -165,8 +161,8 @@ def ports_of(listeners: Collection[int]) -> tuple[int, ...]:
 
 
 def retransmit_soon(descriptor: int) -> None:
-    """Retransmit at least every `LONGEST_WAIT_S` on a TCP socket, and on those that it accepts. Other descriptors are left
-    as they are.
+    """On a TCP socket and those that it accepts, retransmit at least every `LONGEST_WAIT_S`. Other descriptors are left
+    alone.
     """
     with contextlib.suppress(OSError), duplicate(descriptor) as found:
         found.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_WAIT_S * 1000)
@@ -175,7 +171,6 @@ def retransmit_soon(descriptor: int) -> None:
 
 @functools.cache
 def can_retransmit_soon() -> bool:
-    """Whether Linux has the option, as far as this process can tell."""
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_WAIT_S * 1000)
@@ -198,8 +193,8 @@ class EngineConnections:
 
     @contextlib.contextmanager
     def connecting(self, ports: Collection[int]) -> Iterator[None]:
-        """The engine connects to a peer at these ports within the block. The last of those that connect at a time looks for
-        what they all have opened.
+        """The engine connects to a peer at these ports within the block. The last block to end looks for what all have
+        opened.
         """
         with self._lock:
             self._num_connecting += 1
@@ -220,9 +215,7 @@ class EngineConnections:
             self.retransmit_soon()
 
     def retransmit_soon(self) -> None:
-        """Apply `retransmit_soon` to the connections that are open or being opened. The table may be long, so calls for slow
-        transfers take at most 5% of the time.
-        """
+        """Apply `retransmit_soon` to all. The table may be long: calls for slow transfers take at most 5% of the time."""
         if not can_retransmit_soon():
             self._not_before = math.inf
             return
