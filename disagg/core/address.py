@@ -78,8 +78,8 @@ def advertised_address(advertise: str | None, bound: str) -> str:
 
 
 def reaches(address: str, listener: str) -> bool:
-    """Whether a connection from this machine to `address` ends at the socket that listens at `listener`. No name server is
-    asked: two names of one host count as two hosts.
+    """Whether a connection from this machine to `address` ends at `listener`. No name server is asked: two names of one host
+    count as two hosts.
     """
     (host, port), (own, own_port) = (parse_address(each, what="address") for each in (address, listener))
     return port == own_port and (_spelled(host) == _spelled(own) or (is_wildcard(own) and is_loopback(host)))

@@ -41,7 +41,7 @@ class CopyBatch:
 
     @classmethod
     def of_columns(cls, source: Addresses, destination: Addresses, nbytes: Addresses) -> CopyBatch:
-        """From columns of the compiled core, which need no check."""
+        """A batch of columns from the compiled core, which need no check."""
         made = cls.__new__(cls)
         made.__dict__.update(source=source, destination=destination, nbytes=nbytes)
         return made

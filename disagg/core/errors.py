@@ -61,7 +61,7 @@ class LayoutError(DisaggError, ValueError):
 
 
 class ProtocolError(DisaggError):
-    """Base of protocol violations."""
+    """One side broke the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
@@ -71,7 +71,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """A peer sent something that the protocol does not allow."""
+    """The peer broke the protocol."""
 
     cause = Cause.PEER
 

@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 Range = tuple[int, int]
-"""The integers `[start, stop)`."""
 
 
 class Ranges:
@@ -20,7 +19,6 @@ class Ranges:
         self._starts, self._stops = ([start], [stop]) if start < stop else ([], [])
 
     def __len__(self) -> int:
-        """The number of ranges."""
         return len(self._starts)
 
     def __iter__(self) -> Iterator[Range]:
@@ -39,7 +37,7 @@ class Ranges:
             self._starts[first:last], self._stops[first:last] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)  # those that it meets
+        first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         if start < stop and first < last:
             rest = [part for part in ((self._starts[first], start), (stop, self._stops[last - 1])) if part[0] < part[1]]
             self._starts[first:last], self._stops[first:last] = [part[0] for part in rest], [part[1] for part in rest]

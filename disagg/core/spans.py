@@ -85,9 +85,9 @@ class SpanRuns(msgspec.Struct, frozen=True, eq=False):
 
 
 class SpanBatch:
-    """The copies of a request over `shapes`: a stream of bytes in order of parts, bases, runs, positions and dims.
+    """A stream of bytes in order of parts, bases, runs, positions and dims. Immutable.
 
-    Immutable. Raises `ValueError` for an unknown span class, a run without positions, or 2**64 bytes and more.
+    Raises `ValueError` for an unknown span class, a run without positions, or 2**64 bytes and more.
     """
 
     __slots__ = ("core", "parts", "shapes", "total_nbytes")

@@ -10,8 +10,8 @@ from typing import Any
 
 
 class ThreadLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger that raises nothing in a thread of the manager, whatever the server's log filters and handlers raise: it
-    would end the thread. In the main thread errors pass, so that a server can interrupt its own calls.
+    """Raises nothing in a thread of the manager, which an exception of the server's log filters and handlers would end. In
+    the main thread errors pass, so that a server can interrupt its own calls.
     """
 
     def __init__(self, name: str) -> None:

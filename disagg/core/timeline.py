@@ -12,9 +12,7 @@ _FIELDS = {name: f"{name}_s" for name in PHASES}
 
 
 class TransferPhases(msgspec.Struct):
-    """The phases of a transfer, in seconds: row ids become addresses, small pieces are packed, copies are given to the
-    engine, the engine finishes.
-    """
+    """The phases of a transfer, as `Timeline` explains them."""
 
     bind_s: float = 0.0
     pack_s: float = 0.0
@@ -66,7 +64,6 @@ class Moments:
         self.nbytes = self.pieces = 0
 
     def land(self, at: float, transfer: TransferPhases, *, nbytes: int = 0, pieces: int = 0) -> None:
-        """The last transfer's phases count, and the bytes and pieces of all."""
         self.landed_at, self.transfer = at, transfer
         self.nbytes += nbytes
         self.pieces += pieces

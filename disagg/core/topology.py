@@ -51,17 +51,14 @@ class Topology:
 
     @property
     def group_rank(self) -> int:
-        """This rank's number in its group."""
         return (self.pp_rank * self.cp + self.cp_rank) * self.tp + self.tp_rank
 
     @property
     def rank(self) -> int:
-        """This rank's number in the instance."""
         return self.dp_rank * self.group_size + self.group_rank
 
     @property
     def moe_tp(self) -> int:
-        """The number of ranks that divide one expert's intermediate dimension."""
         return self.tp // self.ep
 
     @property

@@ -256,7 +256,7 @@ def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:
 
 
 def _stack_of(pid: int) -> int | None:
-    """Where the stack of its program starts; `None` if this process may not know."""
+    """Where the stack of the process's program starts; `None` if this process may not know."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:

@@ -15,9 +15,7 @@ from disagg.machine.findings import Finding, Level, Machine, ok
 VERBS = "libibverbs1 ibverbs-providers rdma-core"
 NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 GID_VARIABLES = ("MC_GID_INDEX", "UCX_IB_GID_INDEX")
-"""Mooncake's and UCX's variables for the index of the GID that they use."""
 SMALL_MEMLOCK = 1 << 30
-"""The pools of a server need at least this many bytes."""
 COUNTERS = (("counters/port_xmit_data", "counters/port_rcv_data", 4), ("hw_counters/sent_pkts", "hw_counters/rcvd_pkts", 0))
 """The files of a port that count traffic, and the bytes in one count (0: packets, which soft devices count)."""
 

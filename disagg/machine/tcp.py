@@ -63,7 +63,7 @@ def own_sockets() -> dict[str, int]:
 
 
 def sockets_of(process: int | str) -> dict[str, int]:
-    """By inode. Raises `OSError` if this process may not know."""
+    """Descriptors by inode. Raises `OSError` if this process may not know."""
     found = dict[str, int]()
     for entry in (_PROC / str(process) / "fd").iterdir():
         try:

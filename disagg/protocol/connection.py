@@ -1,4 +1,4 @@
-"""The connection that this rank opens to one rank of a peer: its states, their table, and everything that changes them."""
+"""The connection that this rank opens to one rank of a peer."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ class PeerConnection:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is ready, without a connection that the peer opened."""
         return self.state in (ConnectionState.ONE_WAY, ConnectionState.CLOSED)
 
     @property
@@ -152,7 +151,6 @@ class PeerConnection:
         self.unanswered = 0
 
     def hear(self) -> None:
-        """The peer says hello, on a connection of its own."""
         self.heard = True
 
     def take_welcome(self) -> bool:
@@ -200,7 +198,6 @@ class PeerConnection:
         self.lost_at = lost_at
 
     def end(self, lost_at: float) -> None:
-        """The peer's connection has ended. The peer is lost at `lost_at`, unless it opens another."""
         self._step(ConnectionStep.ENDED)
         self.lost_at = lost_at
 
@@ -214,7 +211,6 @@ class PeerConnection:
         return True
 
     def begin(self, epoch: int, generation: int) -> None:
-        """This generation begins, with the peer's process of this epoch."""
         self.epoch, self.generation = epoch, generation
 
 
@@ -237,7 +233,6 @@ class PeerInstance:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank that this one connects to has answered."""
         return self.wanted is not None and self.wanted <= {link.rank for link in tuple(self.links.values()) if link.is_ready}
 
     @property

@@ -42,7 +42,7 @@ class InboundConnections:
         self._accepted[connection] = self._newest[peer] = Accepted(connection, peer, hello.epoch, hello.dial, members)
 
     def is_overtaken(self, connection: bytes, hello: Hello) -> bool:
-        """Whether the same process was already accepted on a connection that it opened later."""
+        """Whether the same process was already accepted on a later connection."""
         newest = self.of(PeerRank(hello.instance, hello.rank))
         if newest is None or newest.connection == connection:
             return False

@@ -1,4 +1,4 @@
-"""The connections that one rank has opened: dialled, dropped, closed, and when each is due.
+"""The connections that one rank has opened.
 
 Only a few of the ranks that a leader names are connected to in each turn: it may name thousands, and others each time.
 """
@@ -129,7 +129,7 @@ class Links:
         self._timers.arm(link)
 
     def take_due(self, now: float) -> list[PeerConnection]:
-        """The connections that are due. The caller arms them again."""
+        """The caller arms them again."""
         due = list[PeerConnection]()
         while (link := self._timers.pop(now)) is not None:
             assert isinstance(link, PeerConnection)

@@ -1,8 +1,8 @@
 """Loans of staging slots: which slots of a receiver each of its writers may fill now.
 
-A loan has its own number and is used once. The writer fills the slot and reports it until a `Lend` no longer lists the loan;
-the receiver unpacks the slot. A `Lend` lists every loan that the receiver takes for unfilled, and is repeated while there
-are any, so it may be lost, repeated or overtaken.
+A loan is used once. The writer fills the slot and reports it until a `Lend` no longer lists the loan; the receiver unpacks
+the slot. A `Lend` lists every loan that the receiver takes for unfilled, and is repeated while there are any, so it may be
+lost, repeated or overtaken.
 
 A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them, so what it never
 returns costs the others no more. Waiting writers are served in turn, a batch at a time: a message costs as much as copying
@@ -44,8 +44,8 @@ class HeldLoans(Protocol):
     @property
     def wanted(self) -> int: ...
     def listed(self, loans: Sequence[tuple[int, int]], newest: int, /) -> tuple[int, ...]:
-        """Take the peer's list. Returns the loans that were given back before. Raises `RemoteProtocolError`, with nothing
-        changed, for an impossible list.
+        """Returns the loans that were given back before. Raises `RemoteProtocolError`, with nothing changed, for an
+        impossible list.
         """
 
     def give_back(self) -> tuple[int, ...]: ...
@@ -134,8 +134,8 @@ class Lender:
         return f"{lost} of {total} staging slots may still be written by peers that are gone" if 2 * lost > total else ""
 
     def open(self, peer: PeerRank, epoch: int, generation: int) -> Lending | None:
-        """The terms for a connection, or `None` if this rank lends nothing. Loans to an earlier connection are void, but
-        late writes may still come.
+        """The terms for a connection; `None` if this rank lends nothing. Loans to an earlier connection are void, but late
+        writes may still come.
         """
         if self._slots is None:
             return None
@@ -194,7 +194,6 @@ class Lender:
         self._effects.append(UnpackSlot(peer, session, filled, address, account))
 
     def unpacked(self, slot: UnpackSlot) -> None:
-        """A slot was unpacked, or could not be."""
         assert self._slots is not None
         account: Account = slot.account
         self._slots.give_back(account.unpacked.pop(slot.filled.loan))
@@ -237,7 +236,7 @@ class Lender:
             self._retire(self._accounts.pop(peer))
 
     def forget(self, instance: str) -> None:
-        """A rank that was never connected was not reported as lost."""
+        """Drop the instance's accounts: ranks that were never connected were not reported as lost."""
         for peer in [peer for peer in self._accounts if peer.instance == instance]:
             self._retire(self._accounts.pop(peer))
 
@@ -307,7 +306,7 @@ class Borrower:
         self._effects = effects
         self._outbox: list[tuple[PeerRank, SlotsFilled | Borrow]] = []
         self._reported: dict[PeerRank, dict[int, _Repeated[SlotsFilled]]] = {}
-        self._wishes: dict[PeerRank, _Repeated[Borrow]] = {}  # which the receiver may still have
+        self._wishes: dict[PeerRank, _Repeated[Borrow]] = {}  # that the receiver may know of
 
     def report(self, peer: PeerRank, key: RequestKey, nonce: int, filled: Filled, now: float) -> None:
         """Report a filled slot until the receiver no longer lists its loan."""
@@ -317,7 +316,7 @@ class Borrower:
         self._outbox.append((peer, message))
 
     def want(self, peer: PeerRank, loans: HeldLoans, now: float) -> None:
-        """Ask a receiver for as many slots as could be filled, until some come."""
+        """Ask for as many slots as could be filled, until some come."""
         if loans.wanted:
             self._ask(peer, Borrow(wanted=loans.wanted, seen=loans.seen), now)
 
@@ -344,8 +343,8 @@ class Borrower:
         back_off(repeated, self._limits, now)
 
     def _ask(self, peer: PeerRank, message: Borrow, now: float) -> None:
-        """Resend it until answered if it wants slots. Returned loans are not repeated: the receiver keeps listing those it
-        has not got back, and `take` returns them again.
+        """Send a request, and resend it until answered if it wants slots. Returned loans are not repeated: the receiver
+        keeps listing those it has not got back, and `take` returns them again.
         """
         self._wishes.pop(peer, None)
         if message.wanted:

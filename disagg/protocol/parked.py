@@ -36,7 +36,6 @@ def refusal(message: Reserve, reason: str) -> tuple[Abort, Drained]:
 
 
 Early = Reserve | Abort | Decline
-"""A message that may arrive before its sender is opened."""
 
 
 class Parked:

@@ -1,7 +1,7 @@
 """The peer table: configured instances, handshakes with their ranks, and liveness. No I/O and no clock.
 
-docs/protocol.md has the rules. A peer lives as long as the connection that it opened to this rank: libzmq pings it, even
-while the peer's interpreter is busy. Once that connection has ended, the peer has `CLOSED_GRACE_S` to open another.
+docs/protocol.md has the rules. A peer lives as long as the connection that it opened to this rank, which libzmq pings even
+while the peer's interpreter is busy, and for `CLOSED_GRACE_S` after it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECONNECT_AFTER = 4
 MIN_RETRY_S = 0.01
 CLOSED_GRACE_S = 0.5
 ASK_AGAIN_S = 0.1
-"""How often a peer is asked to connect again: a hello that is sent on a dead connection is lost."""
+"""How often a peer is asked to connect again: a hello on a dead connection is lost."""
 FORGET_CHECK_S = 0.5
 NUM_PHASES = 16
 """So that a thousand peers are not renewed at once."""
@@ -48,7 +48,7 @@ HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
 again.
 """
 Admit = Callable[[str, str, str], bool]
-"""Whether an instance of this name, leader's address and public key (empty: without keys) may connect."""
+"""Whether an instance of this name, leader's address and public key (empty: none) may connect."""
 WelcomeValidator = Callable[[Welcome], tuple[int, frozenset[int]]]
 """Returns the peer's number of ranks, and those that this rank connects to, the leader among them. Raises as
 `HelloAcceptor`.
@@ -60,8 +60,6 @@ class NotConfigured(RemoteProtocolError):
 
 
 class PeerTable:
-    """Every connection of one rank, in both directions."""
-
     def __init__(
         self,
         identity: Identity,
@@ -89,9 +87,9 @@ class PeerTable:
     # -- configuration -----------------------------------------------------------------------------------------------
 
     def add_peer(self, name: str, address: str, public_key: str | None, now: float, *, lasting: bool = True) -> None:
-        """Configure an instance by the address of its leader. A new address or key replaces the connections. With the same
-        key, a rank that restarted and has already sent hello stays accepted. An instance that is not `lasting` is forgotten
-        after an absence.
+        """Configure an instance by its leader's address. A new address or key replaces the connections. With the same key, a
+        rank that restarted and has already sent hello stays accepted. An instance that is not `lasting` is forgotten after
+        an absence.
         """
         known = self.instances.get(name)
         lasting = lasting or (known is not None and known.forget_at == NEVER)
@@ -112,7 +110,7 @@ class PeerTable:
         self.effects.append(Forgotten(name, cause))
 
     def _drop_instance(self, name: str, cause: str, epochs: Set[int] | None) -> None:
-        """Close the connections to an instance, and forget its ranks at `epochs` (`None`: at any)."""
+        """Forget the ranks of an instance at `epochs` (`None`: at any)."""
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
             self._links.close(instance, link, cause, expected=True)
@@ -132,7 +130,6 @@ class PeerTable:
         return True
 
     def _expel(self, name: str) -> None:
-        """Forget an admitted instance whose hello was rejected."""
         instance = self.instances.get(name)
         if instance is not None and instance.admitted and not instance.is_connected:
             self.remove_peer(name, "its hello was rejected")
@@ -154,12 +151,10 @@ class PeerTable:
         return None if self._siblings is None else self._siblings.address
 
     def join(self, now: float) -> None:
-        """Connect to the leader of this instance."""
         if self._siblings is not None:
             self._links.open(self._siblings, self._siblings.address, LEADER, now)
 
     def cannot_dial(self, dial: int, problem: str) -> None:
-        """A connection could not be opened."""
         link = self._links.get(dial)
         if link is not None:
             link.cannot_dial(problem, RECONNECT_AFTER)
@@ -199,7 +194,7 @@ class PeerTable:
         return link if link is not None and link.is_ready else None
 
     def refuse(self, peer: PeerRank, problem: str, now: float) -> None:
-        """A rank that has answered cannot be used now. Send it hello again later."""
+        """A rank that has answered cannot be used now. It gets a hello later."""
         link = self.link(peer)
         if link is not None:
             link.cannot_use(problem, now + self._limits.max_hello_retry_s)
@@ -226,7 +221,7 @@ class PeerTable:
         return None if isinstance(message, Welcome | Reject) else accepted.peer
 
     def on_closed(self, connection: bytes, now: float) -> PeerRank | None:
-        """A connection that a peer opened has ended. Returns the peer, if it was accepted."""
+        """Returns the peer, if it was accepted."""
         self.members.leave(connection)
         accepted = self._inbound.forget(connection)
         if accepted is None:
@@ -291,7 +286,7 @@ class PeerTable:
         except LayoutError as error:
             self._reject(connection, str(error), final=True)
             return
-        if hello.peer_epoch != self.identity.epoch:  # of an earlier process
+        if hello.peer_epoch != self.identity.epoch:  # its generation is an earlier process's
             hello = msgspec.structs.replace(hello, generation=0)
         try:
             welcome = self._accept_hello(hello, self.members.named)
@@ -347,7 +342,7 @@ class PeerTable:
         self.effects.append(ReplyOn(connection, Renew()))
 
     def _greet_again(self, peer: PeerRank, now: float) -> None:
-        """If the peer had refused this rank for a reason that may pass, ask it again, now that it says hello."""
+        """The peer says hello: if it had refused this rank for a reason that may pass, ask it again."""
         link = self._links.to(peer)
         if link is None:
             return
@@ -388,9 +383,9 @@ class PeerTable:
             return
         link.answer()
         match message:
-            case Welcome() if link.take_welcome():  # an unsolicited answer is ignored
+            case Welcome() if link.take_welcome():  # otherwise unsolicited
                 self._on_welcome(link, message, now)
-            case Reject(hello_first=True):  # libzmq has reconnected; the welcome tells whether the peer has changed
+            case Reject(hello_first=True):  # libzmq has reconnected
                 link.greet_soon(now)
             case Reject():
                 self._links.drop(link, f"rejected: {message.reason}")

@@ -123,7 +123,6 @@ class WriterState(State):
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing of this writer can still land."""
         return self in (WriterState.COMPLETE, WriterState.QUIET)
 
 
@@ -187,7 +186,7 @@ class Writer:
 
     @property
     def has_everything(self) -> bool:
-        """Whether its complete message has come and everything that it packed has been unpacked."""
+        """Whether its complete message has come and all that it packed is unpacked."""
         if not self.owed:
             return self.owed is not None
         return all(self.unpacked.get(chunk) == nbytes for chunk, nbytes in self.owed.items())

@@ -165,7 +165,6 @@ class Receives:
         self._report(session, ok=True)
 
     def _settle(self, session: ReceiveSession) -> None:
-        """End a failed request once every writer is quiet and no local work uses its rows."""
         quiet = not session.local_work and all(writer.state.quiet for writer in session.writers.values())
         if quiet and session.step(ReceiveStep.QUIET):
             self._end(session, ok=False)

@@ -18,7 +18,7 @@ _SUMS = np.dtype("<u8")
 
 
 class SendState(State):
-    """Of one destination. `AWAITED`: no reserve yet. `CLOSED`: outcome known. `LOST`: the peer is gone."""
+    """`AWAITED`: no reserve yet. `CLOSED`: outcome known. `LOST`: the peer is gone."""
 
     AWAITED = "awaited"
     ACTIVE = "active"
@@ -180,7 +180,6 @@ class SendSession:
         return destination
 
     def decline(self, peer: PeerRank) -> None:
-        """This rank may not write to the peer at all."""
         if self.may_reserve(peer):
             destination = self._destination(peer, "the receiver has declined the request")
             destination.ok = destination.step(SendStep.DECLINED) or destination.ok

@@ -102,7 +102,6 @@ class Sends:
             self._progress(session, peer, destination, now)
 
     def finish(self, session: SendSession, payload: bytes, now: float) -> None:
-        """Raises `LocalProtocolError` the second time."""
         if session.finished:
             raise LocalProtocolError(f"request {session.key}: finish() was already called")
         session.finished, session.payload = True, payload
@@ -173,7 +172,7 @@ class Sends:
             self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
 
     def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
-        """The destination needs nothing of this rank, which may not be a writer of its instance at all."""
+        """The peer may be one that this rank does not write to."""
         key = key_of(message)
         if message.source_group != self._group or self._claim(peer, key, now) is not None:
             return
@@ -269,7 +268,6 @@ class Sends:
         self._settle(session)
 
     def expire(self, now: float) -> None:
-        """Refuse reserves for which no sender was opened in time."""
         for peer, message in list(self.parked.expire(now)):
             if isinstance(message, Reserve):
                 self._refuse(peer, message, f"nobody has sent the request within {self._limits.parked_reserve_s:g} s")
@@ -375,7 +373,7 @@ class Sends:
             self._send_message(session, peer, destination, session.drained(destination), now)
 
     def _settle(self, session: SendSession) -> None:
-        """Release the source rows when nothing reads them any more, and report when every destination has ended."""
+        """Release the source rows when nothing reads them, and report when every destination has ended."""
         if session.error is None and session.num_awaited > 0:
             return  # some are not known yet
         ended = session.have_ended

@@ -66,8 +66,8 @@ class Sessions:
         self.borrower = Borrower(limits=limits, effects=self.effects)
 
     def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
-        """A message that fits no request changes nothing, or is answered. Raises `RemoteProtocolError` for a message that is
-        not about requests.
+        """A message that fits no request changes nothing, or is answered. Raises `RemoteProtocolError` for one that is not
+        about requests.
         """
         match message:
             case Reserve():
@@ -161,7 +161,6 @@ class Sessions:
         self.borrower.tick(now)
 
     def flush(self, now: float) -> None:
-        """Send the messages about slots since the last call."""
         self.lender.flush(now)
         self.borrower.flush()
 

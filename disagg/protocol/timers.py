@@ -19,7 +19,7 @@ MIN_STALE = 64
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """What is kept of an ended attempt, to answer resent messages."""
+    """Kept of an ended attempt, to answer resent messages."""
 
     nonce: int | None
     outcome: Outcome | None = None
@@ -37,7 +37,6 @@ class Tombstones:
         self._count = 0
 
     def put(self, peer: str | PeerRank, key: RequestKey, tombstone: Tombstone) -> None:
-        """Record how an attempt of an instance, or of one of its ranks, has ended."""
         found = self._by_instance.setdefault(_instance(peer), OrderedDict())
         self._count += (peer, key) not in found
         found[peer, key] = msgspec.structs.replace(tombstone, reason=tombstone.reason[:MAX_KEPT_REASON])
@@ -96,7 +95,7 @@ class Timers:
             self._stale = 0
 
     def pop(self, now: float) -> Timed | None:
-        """A session that is due, to be armed again."""
+        """The caller arms it again."""
         while self._heap and self._heap[0][0] <= now:
             due, _, session = heapq.heappop(self._heap)
             if due == session.armed_at:  # otherwise it has been armed for an earlier time since

@@ -37,8 +37,6 @@ class PeerRank(NamedTuple):
 
 
 class RequestKey(NamedTuple):
-    """One attempt of one request."""
-
     request_id: bytes
     attempt: int
 
@@ -90,7 +88,6 @@ class Chunk(msgspec.Struct, frozen=True):
     ready: ReadyEvent | None = None
 
     def written(self, component: str, need: TokenRange) -> Written | None:
-        """The part of `need` that this chunk holds of one of its components."""
         rows = self.rows[component]
         if isinstance(rows, Slot):
             start, stop = need
@@ -124,8 +121,6 @@ def take_step(table: Mapping[tuple[StateT, StepT], StateT], machine: HasState[St
 
 
 class Ticket(NamedTuple):
-    """One transfer: a chunk of a request, to one destination rank."""
-
     peer: PeerRank
     key: RequestKey
     chunk: int

@@ -98,7 +98,6 @@ class FaultyTransfer:
         return self._status
 
     def fail(self, error: DisaggError) -> None:
-        """It could not be posted."""
         self._status, self.error = TransferStatus.FAILED, str(error)
 
     def close(self) -> None:
@@ -241,7 +240,7 @@ class FaultyBackend:
         return transfer
 
     def _close_when_settled(self, transfer: Transfer) -> None:
-        """Of a transfer that no caller has."""
+        """For a transfer that no caller holds."""
         if not transfer.poll().settled:
             self._delayed.run_after(0.001, lambda: self._close_when_settled(transfer))
             return

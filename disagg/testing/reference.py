@@ -86,7 +86,7 @@ def rows(
 
 
 class Context(enum.Enum):
-    """The tokens of a request that rank `c` of `C` context-parallel ranks holds."""
+    """The tokens that rank `c` of `C` context-parallel ranks holds."""
 
     WHOLE = "whole"
     PAGE_BLOCKS = "page blocks"
@@ -141,7 +141,7 @@ class PageList:
 
 
 def heads_of(num_kv_heads: int, *, tp: int, tp_rank: int) -> range:
-    """The global heads of a tensor-parallel rank, in memory order."""
+    """The global heads of a rank, in memory order."""
     if num_kv_heads % tp == 0 or tp % num_kv_heads == 0:
         replicas, num_heads = max(1, tp // num_kv_heads), max(1, num_kv_heads // tp)
         start = tp_rank // replicas * num_heads
@@ -171,7 +171,7 @@ def tokens_of(rank: KVRank, num_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def pages_needed(rank: KVRank, *, num_tokens: int, first_token: int = 0) -> int:
-    """The number of pages that `rank` must list for its tokens from `first_token` on."""
+    """How many pages `rank` must list for its tokens from `first_token` on."""
     tokens = tokens_of(rank, num_tokens)
     first_page = int((tokens < first_token).sum()) // rank.page_size
     return max(0, -(-len(tokens) // rank.page_size) - first_page)
@@ -199,7 +199,7 @@ def _blank(shape: tuple[int, ...], dtype: str, byte: int) -> Pool:
 
 
 def fill(model: KVModel, rank: KVRank, pools: Pools, pages: PageList, *, num_tokens: int) -> None:
-    """Write the rank's share of a request: every token with a page in `pages`."""
+    """Write every token of the rank that has a page in `pages`."""
     tokens, index = _listed(rank, pages, num_tokens)
     ids = np.asarray((*pages.ids, -1), dtype=np.int64)
     present = (index >= 0) & (index < len(pages.ids))
@@ -210,9 +210,7 @@ def fill(model: KVModel, rank: KVRank, pools: Pools, pages: PageList, *, num_tok
 def expected(
     model: KVModel, rank: KVRank, pages: PageList, *, num_tokens: int, need: tuple[int, int], byte: int = CANARY
 ) -> Pools:
-    """The whole pools of a destination rank after the tokens `need` arrived in pools full of `byte`. Raises `IndexError` if
-    a needed token has no page.
-    """
+    """The whole pools of a destination rank after the tokens `need` arrived. Raises `IndexError` if one of them has no page."""
     pools = allocate(model, rank, byte=byte)
     tokens, index = _listed(rank, pages, num_tokens)
     chosen = (tokens >= need[0]) & (tokens < need[1])
@@ -267,7 +265,7 @@ def _views(model: KVModel, rank: KVRank, pools: Pools) -> Iterator[tuple[int, st
 
 
 def first_difference(wanted: Pools, found: Pools) -> str | None:
-    """Describe the first element that differs; `None` if the pools are equal."""
+    """Describe the first element that differs; `None` if there is none."""
     if list(wanted) != list(found):
         return f"layers: expected {list(wanted)}, found {list(found)}"
     for layer in wanted:

@@ -50,8 +50,6 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class StateRank:
-    """One rank's share of one state."""
-
     model: StateModel
     place: Place
     layers: tuple[int, ...]
@@ -63,7 +61,6 @@ class StateRank:
         return tuple(self.form.orders.get(tensor.role, " ".join([*usual, *tensor.axes])).split())
 
     def sizes(self, tensor: StateTensor) -> dict[str, int]:
-        """How many positions of each axis this rank holds."""
         rows = {"page": self.form.num_rows, "slot": self.form.num_rows, "token": self.form.page_size // tensor.granule}
         inner = {name: len(axis.held(self.place)) for name, axis in tensor.axes.items()}
         return {name: (rows | inner)[name] for name in self.axes(tensor)}
@@ -84,7 +81,7 @@ class StateRank:
 
 @dataclass(frozen=True)
 class Memory:
-    """`buffers` are all allocated bytes, `tensors` views of them by role and layer."""
+    """`buffers` are all allocated bytes, `tensors` views of them."""
 
     buffers: dict[tuple[str, int], Bytes]
     tensors: dict[str, dict[int, Pool]]
@@ -105,7 +102,6 @@ def allocate(rank: StateRank, *, byte: int = CANARY) -> Memory:
 
 
 def _separate(rank: StateRank, byte: int) -> Iterator[tuple[str, Bytes, dict[str, Pool]]]:
-    """Each tensor in its own buffer."""
     for tensor in rank.model.tensors:
         sizes = rank.sizes(tensor)
         whole = [size + rank.form.spare.get(name, 0) for name, size in sizes.items()]
@@ -115,7 +111,6 @@ def _separate(rank: StateRank, byte: int) -> Iterator[tuple[str, Bytes, dict[str
 
 
 def _one_page(rank: StateRank, byte: int) -> Iterator[tuple[str, Bytes, dict[str, Pool]]]:
-    """All tensors of a layer in rows of one buffer."""
     starts, total = [], 0
     for tensor in rank.model.tensors:
         total = -(-total // tensor.itemsize) * tensor.itemsize
@@ -158,7 +153,6 @@ def global_array(model: StateModel, tensor: StateTensor, layer: int, *, request:
 
 @functools.lru_cache(maxsize=256)
 def _content(name: str, role: str, layer: int, shape: tuple[int, ...], itemsize: int) -> Pool:
-    """Cached: every rank takes its share of the same array."""
     heads = range(int(np.prod(shape[1:])))
     content = reference.rows(name, role, layer, tokens=range(shape[0]), heads=heads, nbytes=itemsize)
     found: Pool = content.view(f"u{itemsize}").reshape(shape)
@@ -167,7 +161,6 @@ def _content(name: str, role: str, layer: int, shape: tuple[int, ...], itemsize:
 
 
 def share(rank: StateRank, tensor: StateTensor, whole: Pool) -> Pool:
-    """The rank's positions of every inner axis of a global array."""
     for number, axis in enumerate(tensor.axes.values()):
         whole = np.take(whole, np.array(axis.held(rank.place), dtype=np.int64), axis=1 + number)
     return whole
@@ -176,8 +169,8 @@ def share(rank: StateRank, tensor: StateTensor, whole: Pool) -> Pool:
 def write(
     rank: StateRank, memory: Memory, rows: StateRows, *, request: int, num_tokens: int, tokens: tuple[int, int] | None = None
 ) -> None:
-    """Write the rank's share of a request: every entry whose last token is in `tokens` (default: all). Raises `IndexError`
-    if such an entry has no page in `rows`.
+    """Write every entry of the rank whose last token is in `tokens` (default: all). Raises `IndexError` if one has no page
+    in `rows`.
     """
     for tensor in rank.model.tensors:
         entries, row, offset = _places(rank, tensor, rows, num_tokens, tokens or (0, num_tokens))
@@ -216,7 +209,7 @@ def _places(
 
 
 def _place(rank: StateRank, rows: StateRows, local: int, mine: Ints, token: int) -> tuple[int, int]:
-    """The row, and the offset in tokens, of the rank's `local`-th token of the request."""
+    """The row and the offset of the rank's `local`-th token."""
     size = rank.form.page_size
     if isinstance(rows, Ring):
         return rows.id, token % size
@@ -228,7 +221,7 @@ def _place(rank: StateRank, rows: StateRows, local: int, mine: Ints, token: int)
 
 
 def first_difference(wanted: Memory, found: Memory) -> str | None:
-    """Describe the first byte that differs; `None` if the memories are equal."""
+    """Describe the first byte that differs; `None` if there is none."""
     if wanted.buffers.keys() != found.buffers.keys():
         return f"buffers: expected {sorted(wanted.buffers)}, found {sorted(found.buffers)}"
     for (role, layer), ours in wanted.buffers.items():

@@ -73,7 +73,6 @@ class Side:
 
     @property
     def tokens(self) -> declare.Rule:
-        """The library's ownership of tokens for `context`."""
         return token_rule(self.context, self.page)
 
     def component(self, model: KVModel, topology: Topology, pools: Pools) -> Component:
@@ -220,7 +219,7 @@ class Scene:
                 ctypes.memmove(target, where, nbytes_)
 
     def difference(self) -> str | None:
-        """The first difference from the reference; `None` if they are equal."""
+        """The first difference from the reference; `None` if there is none."""
         case = self.case
         for number, (rank, pools, pages) in enumerate(
             zip(self.destination.ranks, self.destination.pools, self.destination.pages, strict=True)

@@ -217,21 +217,18 @@ def mamba2(
 def mamba1(
     *, inner: int, state_size: int, kernel: int, dtypes: tuple[str, str] = ("uint16", "float32"), name: str = "ssm"
 ) -> StateModel:
-    """Both tensors by channel."""
     axes = {"channel": per_head(inner), "state": replicated(state_size)}
     temporal = StateTensor(role="temporal", axes=axes, dtype=dtypes[1])
     return StateModel(name=name, tensors=(_conv("conv", per_head(inner), kernel, dtypes[0]), temporal))
 
 
 def convolution(*, channels: int, kernel: int, dtype: str = "uint16", name: str = "conv") -> StateModel:
-    """A gated short convolution, by channel."""
     return StateModel(name=name, tensors=(_conv("conv", per_head(channels), kernel, dtype),))
 
 
 def lightning(
     *, num_heads: int, key_head_dim: int, value_head_dim: int, dtype: str = "float32", name: str = "ssm"
 ) -> StateModel:
-    """Lightning attention, per head."""
     return StateModel(name=name, tensors=(_temporal(num_heads, key_head_dim, value_head_dim, dtype),))
 
 

@@ -41,7 +41,6 @@ class ContractBase:
 
     @pytest.fixture
     def stack(self) -> Iterator[ExitStack]:
-        """Closes what a test opened, in reverse."""
         with ExitStack() as stack:
             yield stack
 
@@ -91,12 +90,10 @@ class ContractBase:
         return target
 
     def run(self, transfer: Transfer) -> None:
-        """Poll a transfer until it is `DONE`, and close it."""
         assert settle(transfer, patience_s=self.patience_s) is TransferStatus.DONE, transfer.error
         transfer.close()
 
     def round_trip(self, backend: Backend, local: Arena, target: Target, *, epoch: int = 1) -> None:
-        """Write one small piece, and compare every byte."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=epoch)
         pieces = [(0, 5, 1, 3, 1000)]
         after = expected_after(local, target.arena, pieces)

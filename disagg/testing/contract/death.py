@@ -48,7 +48,6 @@ class DeathContract(ContractBase):
                 assert transfer.poll().settled  # it settled meanwhile
 
     def _after_a_death(self, backend: Backend, peer: object, batch: CopyBatch) -> None:
-        """Posting to a dead peer raises or fails, and the peer can be fenced and disconnected."""
         try:
             again = backend.submit(peer, batch)  # type: ignore[arg-type]
         except BackendError:

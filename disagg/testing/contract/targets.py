@@ -1,4 +1,4 @@
-"""Peers of the backend under test: engines in processes of their own, or in the pytest process."""
+"""Peers of the backend under test."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ SPAWN: StartContext = multiprocessing.get_context("spawn")
 
 
 class Target(Protocol):
-    """A peer of the backend under test."""
-
     arena: Arena
     endpoint: bytes
     process: ProcessWatch | None
@@ -80,25 +78,25 @@ class ProcessTarget:
         self._ask((other.endpoint, other.identity))
 
     def write(self, endpoint: bytes, address: int) -> TransferStatus:
-        """Post its whole first region to `address` of that peer. Returns the status right after; it is never polled again."""
+        """Post the whole first region to `address` of that peer. Returns the status right after; it is never polled again."""
         status = self._ask((endpoint, address))
         assert isinstance(status, TransferStatus)
         return status
 
     def begin_close(self) -> None:
-        """A stopped process starts when it goes on."""
+        """A stopped process closes once it goes on."""
         self._pipe.send((b"", 0))
 
     def end_close(self) -> bytes:
-        """A hash of this target's memory right after its engine was closed."""
+        """A hash of the target's memory right after."""
         return cast(bytes, self._answer())
 
     def begin_fence(self, endpoint: bytes, *, patience_s: int) -> None:
-        """A stopped process starts when it goes on."""
+        """A stopped process fences once it goes on."""
         self._pipe.send((endpoint, -patience_s))
 
     def end_fence(self) -> tuple[Fence, bytes]:
-        """The last answer of the fence, and a hash of this target's memory right after."""
+        """The last answer, and a hash of the target's memory right after."""
         fence, memory = cast(tuple[Fence, bytes], self._answer())
         return fence, memory
 
