@@ -106,7 +106,9 @@ class IdentitySocket:
             raise
 
     def prune(self) -> None:
-        """Empty the backlog, which any process of this host can fill. Call it now and then."""
+        """Empty the backlog, which any process of this host can fill. Call it now and then. Those who connected have learned
+        all.
+        """
         while True:
             try:
                 found, _ = self._socket.accept()
@@ -312,7 +314,10 @@ def _connected_to(sockets: Iterable[TcpSocket], held: Collection[str]) -> set[tu
 
 
 def _has_orphans(engine: EngineSockets) -> bool:
-    """Whether bytes may wait in a TCP connection of this process whose far end, on this host, has no owner any more."""
+    """Whether bytes may wait in a TCP connection of this process whose far end, on this host, has no owner any more.
+
+    A far end on another host cannot be of a process that is proved to have ended here.
+    """
     sockets = tcp_sockets()
     own = own_sockets()  # read after the tables: a socket accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}

@@ -1,7 +1,7 @@
 """The TCP sockets of this process, and how soon they notice that a link is back.
 
-TCP doubles its wait after each retransmission. Since 6.15 Linux lets a socket limit that wait, but would then end the
-connection after 14 s, since it counts attempts; so they are limited in seconds instead. On older kernels nothing changes.
+TCP doubles its wait after each retransmission. Since 6.15 Linux lets a socket limit that wait. It counts attempts, though,
+and would then end the connection after 14 s, so a limit in seconds replaces the count. On older kernels nothing changes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def sockets_of(process: int | str) -> dict[str, int]:
 
 
 def tcp_sockets() -> list[TcpSocket]:
-    """Of this network namespace."""
+    """The TCP sockets of this network namespace."""
     return [row for name in ("tcp", "tcp6") for row in _table(_PROC / "self" / "net" / name)]
 
 

@@ -1,7 +1,8 @@
 """The peer table: configured instances, handshakes with their ranks, and liveness. No I/O and no clock.
 
 docs/protocol.md has the rules. A peer lives as long as the connection that it opened to this rank, which libzmq pings even
-while the peer's interpreter is busy, and for `CLOSED_GRACE_S` after it.
+while the peer's interpreter is busy, and for `CLOSED_GRACE_S` after it. A name belongs to one process at a time, and in any
+case to what answers at a configured address.
 """
 
 from __future__ import annotations

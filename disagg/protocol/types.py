@@ -37,6 +37,8 @@ class PeerRank(NamedTuple):
 
 
 class RequestKey(NamedTuple):
+    """One attempt of one request."""
+
     request_id: bytes
     attempt: int
 
