@@ -1,6 +1,5 @@
-"""A server's name for the proxies of MooncakeConnector, which ask its bootstrap server over HTTP (`/query`).
-
-They pass the `engine_id` of a data-parallel replica on to decode, so it says where decode finds that replica.
+"""The bootstrap server that MooncakeConnector's proxies ask (`/query`). They pass a replica's `engine_id` on to decode, so
+it says where decode finds that replica.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ RETRY_S = 0.5
 
 
 def num_replicas(parallel: Any) -> int:
-    """How many replicas answer at this replica's HTTP server. A replica of a dense model finds `data_parallel_size` 1 in its
-    configuration; of several with one HTTP server on each host, it does not learn how many they are.
+    """How many replicas answer at this replica's HTTP server. In its configuration a dense model's replica finds
+    `data_parallel_size` 1. With one HTTP server per host it does not learn the number of all replicas.
     """
     if parallel.local_engines_only:
         return int(parallel.data_parallel_size_local)
@@ -37,7 +36,7 @@ def num_replicas(parallel: Any) -> int:
 
 
 class Bootstrap:
-    """The names of a server's replicas, by their rank. Raises `ConfigError` if the port cannot be had."""
+    """The names of a server's replicas, by rank. Raises `ConfigError` if it cannot listen."""
 
     def __init__(self, host: str, port: int, *, max_replicas: int = 1) -> None:
         self._replicas: dict[int, str] = {}
@@ -59,11 +58,11 @@ class Bootstrap:
 
     @classmethod
     def start(cls, parallel: Any, options: Options, name: str) -> Bootstrap | None:
-        """Make a replica's `name` known: by a server here, if it is the first replica, or by that of the first one."""
+        """Publish a replica's `name`, by a server here if it is the first replica, else by the first one's."""
         assert options.bootstrap_port is not None
         host, _ = parse_address(options.listen, what="listen")
         rank = parallel.data_parallel_index
-        if parallel.local_engines_only:  # each host, or each replica, has an HTTP server of its own
+        if parallel.local_engines_only:  # one HTTP server per host or replica
             rank = parallel.data_parallel_rank_local or 0
         if rank == 0:
             served = cls(host, options.bootstrap_port, max_replicas=parallel.elastic_ep_max_dp_size)
@@ -75,17 +74,15 @@ class Bootstrap:
         return None
 
     def add(self, rank: int, name: str) -> None:
-        """Note the name of a replica."""
         self._replicas[rank] = name
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Registration(msgspec.Struct):
-    """What another replica than the first says, or anybody who reaches the port."""
+    """From another replica, or anybody who reaches the port."""
 
     dp_rank: Annotated[int, msgspec.Meta(ge=1)]
     engine_id: str
@@ -104,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({str(rank): {"engine_id": name, "worker_addr": {"0": {"0": name}}} for rank, name in found})
 
     def do_POST(self) -> None:
-        """`/register`: another replica of this server says its name."""
+        """`/register`: another replica's name."""
         if self.path != "/register":
             self.send_error(404)
             return
@@ -133,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _register(url: str, rank: int, name: str) -> None:
-    """Tell the first replica's server this one's name, until it answers."""
+    """Until the first replica's server answers."""
     has_failed = False
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`DisaggConnector`: the class that vLLM loads, in its scheduler and in each of its workers."""
+"""`DisaggConnector`: what vLLM loads in its scheduler and in each worker."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ from disagg.integrations.vllm.worker import WorkerHalf
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Hands requests over from a vLLM server that prefills to one that decodes.
-
-    vLLM makes one in its scheduler and one in each worker. Each has one half, and the hooks only pass calls on to it.
-    Raises `ConfigError` for settings that cannot be.
+    """Hands requests over from a vLLM server that prefills to one that decodes. In each process it has one half, to which
+    its hooks pass their calls. Raises `ConfigError` for invalid settings.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -55,7 +53,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def scheduler(self) -> SchedulerHalf:
-        """The half of the scheduler's connector."""
         assert self._scheduler is not None, "only in the scheduler"
         return self._scheduler
 
@@ -73,7 +70,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """None, so that vLLM clears new blocks: a load may fill a block only in part, and its old contents may be NaN."""
+        """None, so that vLLM clears new blocks: a load may fill a block in part, and old contents may be NaN."""
         return ()
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -86,9 +83,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.update_connector_output(connector_output)
 
     def has_pending_push_work(self) -> bool:
-        """Whether a request is kept. Meanwhile vLLM steps, also if it has no other request or is paused: the workers end a kept
-        request in a step, once its time has passed.
-        """
+        """Whether a request is kept. Meanwhile vLLM steps even when idle or paused: workers end a kept request in a step."""
         return self.scheduler.keeper.keeps
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -101,7 +96,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def worker(self) -> WorkerHalf:
-        """The half of a worker's connector."""
         assert self._worker is not None, "only in a worker"
         return self._worker
 
@@ -118,14 +112,14 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker.address
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Loads run between steps, so this only starts them."""
+        """Only start them: loads run between steps."""
         self.worker.begin(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No step computes with a request that is still being loaded."""
+        """No step computes with a request that is still loading."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        """A step's tokens are sent when all layers are computed."""
+        """`wait_for_save` sends the step's tokens."""
 
     def wait_for_save(self) -> None:
         self.worker.save(self._step)

@@ -1,5 +1,5 @@
-"""The draft layers of speculative decoding. Their KV is optional: without it the drafts for a prompt are worse, and the target
-model rejects them.
+"""The draft layers of speculative decoding. Their KV is optional: without it drafts are worse, and the target model rejects
+them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from disagg.core.errors import ConfigError
 from disagg.integrations.vllm.groups import Group, Kind
 
 MODULES = re.compile(r"(^|\.)(draft_model|mtp|mtp_layers|eagle_layers)\.")
-"""In the name of a layer: the modules of draft models that vLLM does not number after the model's own layers."""
+"""In layer names: draft models that vLLM does not number after the model's own layers."""
 
 
 class Drafts:
-    """Which layers of an engine draft."""
-
     def __init__(self, config: VllmConfig, kv: KVCacheConfig) -> None:
         speculation = config.speculative_config
         is_in_cache = speculation is not None and speculation.uses_draft_kv_cache()
@@ -29,12 +27,12 @@ class Drafts:
         self._names = _draft_names(config, names) if is_in_cache else set()
 
     def target(self, groups: Iterable[Group]) -> tuple[Group, ...]:
-        """The groups of the model's own layers, without draft layers. A pipeline stage may have no layer of a group."""
+        """The groups of the model's own layers. A pipeline stage may have no layer of a group."""
         own = (group for group in groups if not group.specs or group.specs.keys() - self._names)
         return tuple(group.only(group.specs.keys() - self._names) for group in own)
 
     def draft(self, groups: Iterable[Group]) -> tuple[Group, ...]:
-        """The groups of draft layers. Raises `ConfigError` for layers that cannot be moved."""
+        """The groups of draft layers. Raises `ConfigError` for recurrent states."""
         found = tuple(group.only(self._names) for group in groups if group.specs.keys() & self._names)
         states = [name for group in found if group.kind is Kind.STATE for name in group.specs]
         if states:
@@ -43,7 +41,7 @@ class Drafts:
 
 
 def _draft_names(config: VllmConfig, names: set[str]) -> set[str]:
-    """Those of `names` that are draft layers: as vLLM marks them, or by their names if it marks none."""
+    """As vLLM marks them, or by name if it marks none."""
     layers = config.compilation_config.static_forward_context
     marked = {name for name in names if getattr(layers.get(name), "is_draft_layer", False)}
     num_layers = config.model_config.get_total_num_hidden_layers()
@@ -51,7 +49,7 @@ def _draft_names(config: VllmConfig, names: set[str]) -> set[str]:
 
 
 def _is_draft(name: str, layer: Any, num_layers: int) -> bool:
-    """Whether a layer drafts, beside a model of `num_layers` layers, whose own recurrent states may have higher numbers."""
+    """The model's own recurrent states may have numbers from `num_layers` on."""
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     is_later = number is not None and int(number[1]) >= num_layers and not isinstance(layer, MambaBase)
     return is_later or MODULES.search(name) is not None

@@ -1,6 +1,5 @@
-"""How the bytes of a layer with attention lie in one of vLLM's blocks.
-
-vLLM gives such a layer a tensor `[block, head slot, token, content]`. A format says what the slots and the content are.
+"""How an attention layer's bytes lie in one of vLLM's blocks: `[block, head slot, token, content]`, where the format says
+what slots and content are.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from disagg.state import sparse
 from disagg.state.declare import Role, Rule, by_tp, declare, whole
 
 Tensors = Mapping[int, torch.Tensor]
-"""The caches of layers, by layer id."""
+"""By layer id."""
 
 DS_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
-"""Bytes per token of the latents that FlashMLA packs with their scales."""
+"""Bytes per token of latents that FlashMLA packs with their scales."""
 
 INDEX_KEYS = {132: (128, 4), 68: (64, 4)}
-"""Bytes of an index key and of its scales, by those of both: FP8, and MXFP4."""
+"""An index key's bytes and its scales', by the sum of both: FP8, and MXFP4."""
 
 V4_LATENT = (576, 8)
-"""Bytes of a latent of DeepSeek-V4 in `fp8_ds_mla`, and of its scales."""
+"""Bytes of DeepSeek-V4's latent in `fp8_ds_mla`, and of its scales."""
 
 
 class Format(enum.Enum):
-    """What a block holds. PLAIN: for each head and token K, then V, or a latent. INLINE: the same with scales, in an order that
-    depends on the kernels. NVFP4: K of all heads and V of all heads, each with its values first and then its scales. PLANES: K
-    of all tokens and V of all tokens, each token with its heads. BY_BLOCK: the keys or latents of all
-    tokens, then all their scales. CONVOLVED: for each head the inputs of short convolutions.
+    """What a block holds. PLAIN: for each head and token K, then V, or a latent. INLINE: the same with scales, in an order
+    that depends on the kernels. NVFP4: K of all heads, then V, each with all values before the scales. PLANES: K of all
+    tokens, then V, each token with its heads. BY_BLOCK: keys or latents of all tokens, then their scales. CONVOLVED: for
+    each head the inputs of short convolutions.
     """
 
     PLAIN = enum.auto()
@@ -56,7 +55,7 @@ class Format(enum.Enum):
 
 
 def is_index(spec: Any) -> bool:
-    """Whether a layer's cache holds index keys of sparse attention. vLLM does not mark those of DeepSeek-V4."""
+    """Whether a cache holds index keys. vLLM does not mark DeepSeek-V4's."""
     if not isinstance(spec, MLAAttentionSpec):
         return False
     is_bytes = spec.dtype is torch.uint8 and spec.kv_quant_mode is KVQuantMode.NONE and spec.cache_dtype_str is None
@@ -69,22 +68,22 @@ def is_windowed_latent(spec: Any) -> bool:
 
 
 def granule_of(spec: Any) -> int:
-    """The tokens that one vector of a cache stands for."""
+    """The tokens that one vector stands for."""
     return int(spec.tokens_per_state)
 
 
 def is_convolved(spec: Any) -> bool:
-    """Whether a layer's cache holds the last inputs of its short convolutions: a window without V (Inkling)."""
+    """Whether a cache holds the last inputs of short convolutions: a window without V (Inkling)."""
     return type(spec) is SlidingWindowSpec and spec.head_size_v == 0
 
 
 def has_scales(spec: Any) -> bool:
-    """Whether a quantized layer may have scales beside its cache. DeepSeek-V4 has none in the formats that are described."""
+    """Whether a quantized layer may have scales beside its cache. DeepSeek-V4's formats have none."""
     return not (is_windowed_latent(spec) or (isinstance(spec, MLAAttentionSpec) and spec.model_version is not None))
 
 
 def read_format(spec: AttentionSpec, what: str) -> Format:
-    """The format of a layer. Raises `ConfigError` for one that is not described."""
+    """Raises `ConfigError` for a format that is not described."""
     is_by_head = type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
     if not (is_by_head or type(spec) is MLAAttentionSpec or is_windowed_latent(spec)):
         raise ConfigError(f"{what}: expected full, sliding-window or chunked attention or MLA, found {spec}")
@@ -112,7 +111,7 @@ def _index_format(spec: MLAAttentionSpec) -> Format | None:
 
 
 def _v4_format(spec: Any) -> Format | None:
-    """The latents of DeepSeek-V4, and the states of its compressors, which no version marks."""
+    """DeepSeek-V4's latents, and the states of its compressors, which have no version."""
     if spec.num_head_slots is not None or (is_windowed_latent(spec) and spec.bounded_replay):
         return None
     if spec.model_version is not None and spec.cache_dtype_str == "fp8_ds_mla":
@@ -158,7 +157,7 @@ def _format(spec: AttentionSpec) -> Format | None:
 def convolved_component(
     name: str, tensors: Tensors, spec: SlidingWindowSpec, *, topology: Topology, optional: bool
 ) -> Component:
-    """The last inputs of a layer's short convolutions, divided by head. vLLM never gives two ranks the same head."""
+    """Divided by head. vLLM never gives two ranks the same head."""
     inner = {"kv_head": by_tp(spec.num_kv_heads * topology.tp), "dim": whole(spec.head_size)}
     roles = [Role(name="inputs", axes="hnd", inner=inner).of(tensors)]
     return declare(name, roles, rows="pages", topology=topology, optional=optional)
@@ -167,8 +166,8 @@ def convolved_component(
 def shared_component(
     name: str, role: str, tensors: Tensors, spec: Any, *, topology: Topology, tokens: Rule, optional: bool
 ) -> Component:
-    """Latents, index keys or states of compressors, which every rank has whole. Those with inline scales are bytes, and `role`
-    is then named by their format.
+    """Latents, index keys or states of compressors, which every rank has whole. With inline scales they are bytes, and
+    `role` gets the format's name.
     """
     found, granule = read_format(spec, name), granule_of(spec)
     if found is Format.BY_BLOCK:
@@ -204,8 +203,8 @@ def packed_component(
     tokens: Rule,
     optional: bool,
 ) -> Component:
-    """K and V with the scales of each head and token, or of each block of elements, divided by head. The roles are named by
-    `cache_dtype`, since several formats have the same sizes.
+    """K and V with the scales of each head and token, or of each block of elements. `cache_dtype` names the roles, since
+    several formats have the same sizes.
     """
     nbytes = {layer: tensor.view(torch.uint8) for layer, tensor in tensors.items()}
     heads = by_tp(num_kv_heads)
@@ -232,7 +231,6 @@ def plane_views(tensor: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor
 
 
 def _block_bytes(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The bytes of each block of a cache with one head slot."""
     num_blocks, slots, tokens, content = tensor.shape
     if slots != 1 or tensor.stride()[2:] != (content, 1):
         found = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
@@ -241,7 +239,7 @@ def _block_bytes(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _nvfp4_parts(tensor: torch.Tensor, spec: AttentionSpec, name: str) -> dict[tuple[str, str], torch.Tensor]:
-    """The values and scales of K and V, as `[block, head, token, dim]`. Heads or tokens may be outermost in memory."""
+    """Values and scales of K and V, as `[block, head, token, dim]`. In memory heads or tokens may be outermost."""
     num_blocks, slots, tokens, content = tensor.shape
     heads, strides = slots // 2, tensor.stride()
     by_head = strides[1:] == (tokens * content, content, 1)

@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups: which layers share block ids, and which tokens of a request their blocks hold."""
+"""vLLM's KV cache groups: layers that share block ids, and which tokens of a request their blocks hold."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ from disagg.integrations.vllm.formats import is_convolved, is_index, is_windowed
 from disagg.state.declare import last_tokens
 
 STATES = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "LINEAR": 1, "SHORT_CONV": 1}
-"""Kinds of recurrent state that this integration can describe, by vLLM's names, and the tensors of a layer with each."""
+"""Kinds of recurrent state that can be described, and a layer's number of tensors."""
 
 
 class Kind(enum.Enum):
-    """What a layer keeps of a request."""
-
     FULL = "kv"
     WINDOW = "window"
     CHUNK = "chunk"
@@ -57,7 +55,7 @@ _KINDS = {
 
 
 def kind_of(spec: KVCacheSpec, name: str) -> Kind:
-    """What the cache of this name holds, if its group can be moved. Only names tell the compressors of DeepSeek-V4 apart."""
+    """Only names tell DeepSeek-V4's compressors apart."""
     if isinstance(spec, MambaSpec):
         return Kind.STATE
     if is_windowed_latent(spec) and spec.model_version is None:
@@ -73,13 +71,11 @@ def kind_of(spec: KVCacheSpec, name: str) -> Kind:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share block ids. `specs` are those of this worker's layers. A block has `block_size` tokens. `window` is the
-    number of tokens that a layer attends to, with the newest among them. With `chunk` a token attends to those before it in its
-    own chunk of so many tokens, which is a multiple of `block_size`.
+    """Layers that share block ids. A layer attends to `window` tokens, the newest included. With `chunk` a token attends to
+    those before it in its chunk of so many tokens, a multiple of `block_size`.
 
-    Layers that keep all tokens may share ids though they keep different things of them: `kind` is that of one of them, and
-    `by_kind` has that of each. With recurrent states the last `num_scratch` blocks of a request hold the states of drafted
-    tokens.
+    `specs` are those of this worker's layers. Their kinds may differ (`by_kind`) if all of them keep all tokens; `kind` is
+    one of them. With recurrent states a request's last `num_scratch` blocks hold the states of drafted tokens.
     """
 
     index: int
@@ -92,21 +88,18 @@ class Group:
 
     @property
     def is_incremental(self) -> bool:
-        """Whether a block that is written keeps its tokens: windows free old blocks, and a state is overwritten."""
+        """Whether written blocks keep their tokens: windows free old blocks, and states are overwritten."""
         return self.kind in (Kind.FULL, Kind.LATENT)
 
     def only(self, names: Collection[str]) -> Group:
-        """The group with those of its layers that are in `names`."""
         return replace(self, specs={name: spec for name, spec in self.specs.items() if name in names})
 
     def by_kind(self, num_layers: int | None) -> dict[Kind, dict[int, str]]:
-        """The names of this worker's layers by what they keep, and by their ids in a model of `num_layers` layers, or by
-        vLLM's numbers (`None`).
+        """This worker's layers by kind, then by their ids in a model of `num_layers` layers, or vLLM's numbers (`None`).
 
-        Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on. Attention has
-        such numbers where layers run several times per token, each time with a cache of its own. A name with two numbers is
-        that of a block with several attentions, and each of these is a layer. Raises `ConfigError` for two caches of one
-        kind in a layer.
+        vLLM numbers a layer's recurrent state from `num_layers` on if the layer also has attention. Attention has such
+        numbers if layers run several times per token, each time with another cache. A name with two numbers means a block
+        with several attentions, each a layer. Raises `ConfigError` for two caches of one kind in a layer.
         """
         found: dict[Kind, dict[int, str]] = {}
         per_block = 1 + max((int(second) for name in self.specs for second in _numbers(name)[1:]), default=0)
@@ -123,15 +116,15 @@ class Group:
 
     @property
     def has_windows(self) -> bool:
-        """Whether layers attend to a window or a chunk though all tokens are kept: vLLM's hybrid KV cache manager is off."""
+        """Whether layers attend to windows or chunks but keep all tokens: vLLM's hybrid KV cache manager is off."""
         kept = (spec for spec in self.specs.values() if isinstance(spec, FullAttentionSpec))
         return any(spec.sliding_window is not None or spec.attention_chunk_size is not None for spec in kept)
 
     def needed(self, start: int, stop: int, *, window_page: int = 1) -> TokenRange:
         """The tokens that decode needs to compute token `stop`, if it has those before `start`.
 
-        Prefill keeps windows from a multiple of `window_page` tokens on. If that is early enough, the tokens that share a
-        block with a window's first one are among them, so that the block is whole.
+        Prefill keeps windows from a multiple of `window_page` on. If that is early enough, the range begins with the block
+        of the window's first token, to load it whole.
         """
         if self.chunk is not None:
             return max(start, stop - stop % self.chunk), stop
@@ -142,18 +135,17 @@ class Group:
         return (first if first - first % window_page > edge else max(start, edge)), stop
 
     def covering(self, blocks: list[int], start: int, stop: int) -> list[int]:
-        """The blocks with the tokens `[start, stop)`, of a request's `blocks`."""
+        """The blocks that have the tokens `[start, stop)`."""
         return blocks[start // self.block_size : -(-stop // self.block_size)]
 
 
 def _numbers(name: str) -> list[str]:
-    """The numbers in a layer's name."""
     return [part for part in name.split(".") if part.isdecimal()]
 
 
 def read_groups(config: KVCacheConfig, *, dcp: int = 1) -> tuple[Group, ...]:
-    """The groups of an engine, whose decode context parallelism divides the tokens of a block over `dcp` ranks. Raises
-    `ConfigError` for one that cannot be moved.
+    """Decode context parallelism divides a block's tokens over `dcp` ranks. Raises `ConfigError` for a group that cannot be
+    moved.
     """
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
@@ -178,7 +170,7 @@ def read_groups(config: KVCacheConfig, *, dcp: int = 1) -> tuple[Group, ...]:
 
 
 def _check(spec: KVCacheSpec, what: str) -> None:
-    """Raise `ConfigError` for a layer whose blocks cannot be described."""
+    """Raise `ConfigError` if blocks cannot be described."""
     if isinstance(spec, MambaSpec):
         if len(spec.shapes) != STATES.get(spec.mamba_type.name) or spec.tp_replicated:
             expected = ", ".join(f"{count} of {name}" for name, count in STATES.items())
@@ -190,17 +182,14 @@ def _check(spec: KVCacheSpec, what: str) -> None:
 
 
 def num_handed_over(num_prompt_tokens: int) -> int:
-    """The prompt tokens whose state prefill hands over: all but the last, which decode computes in any case."""
+    """All but the last prompt token, which decode always computes."""
     return num_prompt_tokens - 1
 
 
 def component_names(
     groups: tuple[Group, ...], *, num_layers: int | None, prefix: str = ""
 ) -> Iterator[tuple[Group, str, dict[int, str]]]:
-    """The components of a worker: their group, their name after `prefix`, and the names of vLLM's layers by layer id.
-
-    `num_layers` is as in `Group.by_kind`.
-    """
+    """A worker's components: group, name, and vLLM's layer names by id, as in `Group.by_kind`."""
     single = len(groups) == 1 and groups[0].is_incremental and not groups[0].has_windows
     for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
@@ -213,13 +202,13 @@ def component_names(
 
 
 def _shape(spec: Any) -> tuple[object, ...]:
-    """What the layers of one component have in common."""
+    """What the layers of one component share."""
     sizes = spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None)
     return *sizes, spec.dtype, spec.page_size_bytes, spec.kv_quant_mode, getattr(spec, "cache_dtype_str", None)
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Raise `ConfigError`, saying why, for an engine that this connector cannot serve."""
+    """Raise `ConfigError` for an engine that cannot be served."""
     parallel, drafts = config.parallel_config, config.speculative_config
     refused = {
         "speculative decoding with pipeline parallelism: vLLM saves states on the last stage only, and nothing of it was run": (

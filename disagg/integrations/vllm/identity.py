@@ -24,22 +24,20 @@ from disagg.layout.agreement import ModelId
 logger = logging.getLogger(__name__)
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
-"""vLLM's."""
 
 PLAIN = ("auto", "float32", "float16", "bfloat16")
-"""VLLM's names of KV caches that are not quantized."""
+"""vLLM's names of KV caches that are not quantized."""
 
 BY_HEAD = (Kind.FULL, Kind.WINDOW, Kind.CHUNK)
-"""Kinds of layers that have K and V for each head."""
+"""Layers with a K and a V for each head."""
 
 Gather = Callable[[Any], list[Any]]
-"""Returns what every rank of a group gives, in order."""
+"""What every rank of a group gives, in order."""
 
 
 def read_source(config: VllmConfig, *, name: str | None) -> Source:
-    """The engine's model. Without the setting `name` it must have a `config.json`, in its folder or in the local cache.
-
-    Raises `ConfigError` if it has none, and for overrides that only a function knows.
+    """Without the setting `name` the model must have a `config.json`, in its folder or in the local cache. Raises
+    `ConfigError` if it has none, and for overrides by a function.
     """
     model = config.model_config
     overridden = model.hf_overrides
@@ -60,8 +58,8 @@ def read_source(config: VllmConfig, *, name: str | None) -> Source:
 def identify(
     config: VllmConfig, groups: Sequence[Group], source: Source, *, name: str | None, from_stages: Gather, from_tp: Gather
 ) -> ModelId:
-    """The identity of an engine's model, without draft layers. Every worker calls this, with the groups of its stage.
-    `from_stages` gathers from the pipeline stages, and `from_tp` from the tensor-parallel ranks of one.
+    """The model's identity, without draft layers. Every worker calls this, with its stage's groups. `from_stages` gathers
+    from the pipeline stages, `from_tp` from a stage's tensor-parallel ranks.
     """
     model = config.model_config
     num_layers, num_kv_heads = model.get_total_num_hidden_layers(), int(model.get_total_num_kv_heads())
@@ -76,7 +74,7 @@ def identify(
 
 
 def identify_draft(config: VllmConfig, groups: Sequence[Group], topology: Topology, *, from_tp: Gather) -> str:
-    """A digest of what the KV of draft layers is made with, besides the model. Every worker of their stage calls this."""
+    """A digest of what the KV of draft layers is made with. Every worker of their stage calls this."""
     speculation = config.speculative_config
     model = speculation.draft_model_config
     options = {name: getattr(speculation, name) for name in ("method", "parallel_drafting", "use_heterogeneous_vocab")}
@@ -106,7 +104,6 @@ def identify_draft(config: VllmConfig, groups: Sequence[Group], topology: Topolo
 
 
 def _draft_config(model: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of a draft model, or what the server has made of a model without one."""
     try:
         return read_config(cached_file(model.model, "config.json", revision=model.revision))
     except (OSError, ConfigError):
@@ -114,7 +111,7 @@ def _draft_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _layer(config: VllmConfig, kind: Kind, spec: Any, name: str, topology: Topology) -> str:
-    """What servers must agree on of a draft layer's cache. If they do not, that is no reason to refuse the pair."""
+    """What servers must agree on of a draft layer's cache. A difference is no reason to refuse the pair."""
     heads = draft_heads(config, spec, topology) if kind in BY_HEAD else spec.num_kv_heads * topology.tp
     format_ = [spec.dtype, spec.kv_quant_mode.name, spec.tokens_per_state]
     if kind in (*BY_HEAD, Kind.LATENT) and spec.dtype.itemsize == 1:
@@ -124,8 +121,8 @@ def _layer(config: VllmConfig, kind: Kind, spec: Any, name: str, topology: Topol
 
 
 def draft_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
-    """The KV heads of a draft layer over all ranks. If its configuration gives several numbers, each rank's count as its own.
-    Raises `ConfigError` if the ranks have the same heads, not divided ones.
+    """The KV heads of a draft layer over all ranks. If its configuration gives several numbers, each rank's heads count as
+    its own. Raises `ConfigError` if the ranks do not divide the heads.
     """
     speculation = config.speculative_config
     model = speculation.draft_model_config
@@ -138,7 +135,7 @@ def draft_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
 
 
 def head_counts(config: object) -> set[int]:
-    """The numbers of KV heads that a configuration gives, for any of its layers."""
+    """All numbers of KV heads in a configuration."""
     if isinstance(config, list):
         return set().union(*map(head_counts, config))
     if not isinstance(config, dict):
@@ -153,7 +150,7 @@ def head_counts(config: object) -> set[int]:
 
 
 def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:
-    """What the bytes of a layer's KV cache are, if they are FP8: vLLM's tensors are plain bytes."""
+    """The FP8 format of a layer's KV cache, if it has one: vLLM's tensors are plain bytes."""
     dtype = str(attention_layer(config, layer).kv_cache_dtype)
     if dtype not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         return None
@@ -161,8 +158,8 @@ def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:
 
 
 def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
-    """The scales of a layer's K and V, if peers may hold its numbers in another format: those of FP8 with one scale each, and 1
-    for K and V that are not quantized. `fnuz` formats are not among those between which the library converts.
+    """The scales of K and V, if peers may hold the numbers in another format: FP8 with one scale each, or 1 if not
+    quantized. The library does not convert `fnuz` formats.
     """
     attention = attention_layer(config, layer)
     if str(attention.kv_cache_dtype) in PLAIN:
@@ -174,27 +171,26 @@ def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
 
 
 def scales_now(config: VllmConfig) -> dict[str, tuple[float, float]]:
-    """The scales with which vLLM's layers read and write K and V now, by the layer's name: other weights bring others. These
-    are vLLM's copies on the host, so nobody waits for a GPU.
+    """The scales of K and V now, by layer: new weights bring others. vLLM has copies on the host, so this does not wait for
+    a GPU.
     """
     layers = config.compilation_config.static_forward_context.items()
     return {name: (each._k_scale_float, each._v_scale_float) for name, each in layers if hasattr(each, "_k_scale_float")}
 
 
 def _has_scales_by_head(attention: Any) -> bool:
-    """Whether each KV head of a layer has scales of its own, by its checkpoint. A rank may have a single head."""
+    """By its checkpoint: a rank may have a single head."""
     method = getattr(attention, "quant_method", None)
     scheme = getattr(method and method.quant_config, "kv_cache_scheme", None) or {}
     return bool(scheme.get("strategy") == "attn_head")
 
 
 def attention_layer(config: VllmConfig, layer: str) -> Any:
-    """VLLM's own object of a layer with attention."""
     return config.compilation_config.static_forward_context[layer]
 
 
 def _windows(config: VllmConfig, groups: Sequence[Group], num_layers: int | None) -> dict[int, int]:
-    """The layers of this stage that attend to a window: how many tokens before the next one."""
+    """How many tokens before the next one each layer of this stage attends to, if it has a window."""
     found = {}
     for group in groups:
         by_kind = group.by_kind(num_layers)
@@ -209,11 +205,11 @@ def _windows(config: VllmConfig, groups: Sequence[Group], num_layers: int | None
 def _kv_scales(
     config: VllmConfig, groups: Sequence[Group], num_layers: int | None, num_kv_heads: int, from_tp: Gather
 ) -> dict[int, tuple[float, ...]]:
-    """The scales of K and V of this stage's quantized layers: one each, or one for each of the model's KV heads. Those of the
-    target's `tensor_scales` are in the layouts.
+    """The scales of K and V of this stage's quantized layers: one each, or one per KV head of the model. The target's
+    `tensor_scales` are in the layouts instead.
     """
     own: dict[int, tuple[list[float], ...]] = {}
-    heads: dict[int, int] = {}  # of this rank, for layers with scales by head
+    heads: dict[int, int] = {}  # this rank's, of layers with scales by head
     for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
             if kind not in (*BY_HEAD, Kind.LATENT):
@@ -231,14 +227,14 @@ def _kv_scales(
     for layer, (k, v) in own.items():
         if layer not in heads:
             found[layer] = (*k, *v)
-        else:  # ranks next to each other may have the same heads
+        else:  # neighbours may have the same heads
             chosen = ranks[:: max(1, heads[layer] * len(ranks) // num_kv_heads)]
             found[layer] = tuple(scale for part in (0, 1) for rank in chosen for scale in rank[layer][part])
     return found
 
 
 def _long_rope(model: ModelConfig) -> Literal["short", "long"]:
-    """Which factors vLLM takes for the whole life of a server, as in its `Phi3LongRoPEScaledRotaryEmbedding`."""
+    """The factors that vLLM uses for a server's whole life (`Phi3LongRoPEScaledRotaryEmbedding`)."""
     text = model.hf_text_config
     parameters: Mapping[str, Any] = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     original = parameters.get("original_max_position_embeddings")
@@ -246,13 +242,13 @@ def _long_rope(model: ModelConfig) -> Literal["short", "long"]:
 
 
 def _options(config: VllmConfig) -> dict[str, Any]:
-    """Options that change states and are set. Not every version of vLLM has all of them."""
+    """Options that change states, if set. Not every version of vLLM has all of them."""
     places = {
         "additional_config": config,
         "model_class_overrides": config.model_config,
         "target_modules": config.lora_config,
         "enable_tower_connector_lora": config.lora_config,
-        "attention_chunk_size": config.model_config,  # SGLang's servers do not say it: such a pair was not run
+        "attention_chunk_size": config.model_config,  # SGLang does not give it: such a pair was not run
         "attn_temperature_tuning": config.model_config.hf_text_config,
     }
     found = {name: getattr(place, name, None) for name, place in places.items()}

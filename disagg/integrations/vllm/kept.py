@@ -1,4 +1,4 @@
-"""Requests that have ended, and whose blocks this server keeps for another one that goes on with them."""
+"""Requests that have ended, whose blocks this server keeps for another one that continues them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from disagg.manager import new_request_id
 logger = logging.getLogger(__name__)
 
 KINDS = frozenset({Kind.FULL, Kind.WINDOW, Kind.LATENT, Kind.STATE})
-"""The kinds of state that are kept. Others were tried at the end of a prompt only."""
+"""Other kinds of state were tried at the end of a prompt only."""
 
 
 def touch(manager: KVCacheManager, req_id: str) -> list[Any]:
-    """The blocks of a request, which nobody else gets until `give_back`."""
+    """A request's blocks, held until `give_back`."""
     blocks = [block for group in manager.get_blocks(req_id).blocks for block in group if not block.is_null]
     manager.block_pool.touch(blocks)
     return blocks
 
 
 def give_back(manager: KVCacheManager, blocks: Sequence[Any]) -> None:
-    """Let vLLM have blocks again."""
     manager.block_pool.free_blocks(reversed(blocks))
 
 
 @dataclass
 class Kept:
-    """One of them: its hand-over, vLLM's blocks of it, and how many ranks may still read them. `is_stopped`: it was running
-    and moves now, which the bound does not concern. `is_given_up`: nobody may take it any more.
+    """`num_ranks` may still read its blocks. `is_stopped`: it was stopped to move, and does not count against the bound.
+    `is_given_up`: nobody may take it any more.
     """
 
     hand_off: HandOff
@@ -51,10 +50,8 @@ class Kept:
 
 
 class KeptRequests:
-    """The requests that are kept, at most `max_blocks` blocks of those that were not stopped. A block that several have counts
-    for each.
-
-    Nothing here frees a block: `end` returns those of the requests that all ranks have ended.
+    """At most `max_blocks` blocks, without those of stopped requests. A shared block counts for each request. Nothing here
+    frees a block.
     """
 
     def __init__(self, *, max_blocks: int, num_ranks: int) -> None:
@@ -63,7 +60,7 @@ class KeptRequests:
         """By vLLM's ids, the oldest first."""
 
     def reason_against(self, req_id: str, hand_off_id: str, num_blocks: int, *, is_stopped: bool = False) -> str:
-        """Why a request cannot be kept; empty if it can."""
+        """Why a request cannot be kept, if so."""
         if req_id in self._requests:
             return "another request of the same id is kept"
         if num_blocks > self._max_blocks and not is_stopped:
@@ -84,23 +81,22 @@ class KeptRequests:
         return len(self._requests)
 
     def find(self, hand_off_id: str) -> HandOff | None:
-        """A request that is kept, by the id of its hand-over."""
         for kept in self._requests.values():
             if kept.hand_off.remote_request_id == hand_off_id and not kept.is_given_up:
                 return kept.hand_off
         return None
 
     def give_up(self, num_blocks: int) -> list[HandOff]:
-        """Give up the oldest requests, until they have so many blocks or none is left. Returns them."""
+        """Give up the oldest requests, until they have so many blocks or none is left."""
         return _give_up([kept for kept in self._requests.values() if not kept.is_given_up], num_blocks)
 
     def make_free(self, num_blocks: int, *, num_free: int) -> list[HandOff]:
-        """Give up requests so that so many blocks become free, where `num_free` are. Returns them."""
+        """Give up requests until `num_blocks` are or will be free."""
         given_up = sum(len(kept.blocks) for kept in self._requests.values() if kept.is_given_up)
         return self.give_up(num_blocks - num_free - given_up)
 
     def end(self, ended: Mapping[str, int]) -> Iterator[list[Any]]:
-        """Forget the requests that no rank needs any more, by how many ranks have ended each. Returns their blocks."""
+        """Forget requests that every rank has ended. `ended` says how many more ranks have ended each. Returns their blocks."""
         for req_id, num_ranks in ended.items():
             kept = self._requests.get(req_id)
             if kept is not None:
@@ -110,7 +106,7 @@ class KeptRequests:
 
 
 def _give_up(requests: Iterable[Kept], num_blocks: int) -> list[HandOff]:
-    """Give up the first of these requests that together have so many blocks. Returns them."""
+    """Give up the first requests that together have so many blocks. Returns them."""
     ended = []
     for kept in requests:
         if num_blocks <= 0:
@@ -122,8 +118,6 @@ def _give_up(requests: Iterable[Kept], num_blocks: int) -> list[HandOff]:
 
 
 class Keeper:
-    """Keeps requests of this server, whose KV cache has these `groups`. `prompts` digests its requests."""
-
     def __init__(
         self, config: VllmConfig, groups: Sequence[Group], prompts: Prompts, options: Options, manager: KVCacheManager
     ) -> None:
@@ -137,20 +131,19 @@ class Keeper:
 
     @property
     def reason(self) -> str:
-        """Why this server keeps no request; empty if it does."""
+        """Why this server keeps no request, if so."""
         return self._reason
 
     @property
     def keeps(self) -> bool:
-        """Whether blocks of a request that has ended are held."""
+        """Whether blocks of an ended request are held."""
         return len(self._requests) > 0
 
     def keep(
         self, request: Request, blocks: BlockIds, place: Place, step: StepMetadata, *, move_id: str = ""
     ) -> dict[str, Any] | None:
-        """Keep a request that has ended and was not aborted, if it says so (`keep`) or was stopped to move by the id `move_id`.
-        Returns `kv_transfer_params` for its answer, unless the proxy has named the hand-over, and asks for it later. The
-        workers get all of it in `step`.
+        """Keep a request that ended normally, if it asks for that (`keep`) or was stopped to move as `move_id`. Returns
+        `kv_transfer_params` for its answer, unless the proxy chose the id and asks later.
         """
         given = move_id or (request.kv_transfer_params or {}).get("keep")
         if not given or request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
@@ -180,17 +173,16 @@ class Keeper:
         return {"kept": hand_off.params()} if given is True else None
 
     def answer(self, request: Request) -> dict[str, Any] | None:
-        """The answer to a request that asks for a hand-over (`kept_request_id`), or has stopped the request that is handed over
-        (`stop_request_id`): what `keep` has returned, while it is kept.
+        """What `keep` would have returned, for a request that asks for it (`kept_request_id`), or that stopped the kept one
+        (`stop_request_id`).
         """
         params = request.kv_transfer_params or {}
         hand_off = self._requests.find(str(params.get("kept_request_id") or params.get("stop_request_id", "")))
         return None if hand_off is None else {"kept": hand_off.params()}
 
     def make_room(self, num_tokens: int, step: StepMetadata, *, num_requests: int = 1) -> None:
-        """Give up requests if blocks for `num_requests` others, with `num_tokens` more tokens each, are not free otherwise.
-
-        Blocks that vLLM's prefix cache has of them count: they are free until it takes them.
+        """Give up requests until `num_requests` others, with `num_tokens` more tokens each, have free blocks. Blocks that
+        vLLM's prefix cache has for them count too: they are free until it takes them.
         """
         num_blocks = num_requests * sum(
             -(-num_tokens // group.block_size) + -(-self._num_drafted // group.block_size) + group.num_scratch
@@ -200,12 +192,11 @@ class Keeper:
         step.given_up += [each.request_id for each in self._requests.make_free(num_blocks, num_free=num_free)]
 
     def end(self, ended: Mapping[str, int]) -> None:
-        """Give blocks back that the workers need no more."""
         for blocks in self._requests.end(ended):
             give_back(self._manager, blocks)
 
     def _problem(self, request: Request, blocks: BlockIds, num_tokens: int) -> str:
-        """Why the state of the first `num_tokens` tokens is not whole; empty if it is."""
+        """Why the state of the first `num_tokens` tokens is not whole, if so."""
         if request.prompt_embeds is not None:
             return "prompts of embeddings cannot be compared with longer ones"
         if not self._prompts.is_known(request):
@@ -240,7 +231,7 @@ class Keeper:
 
 
 def _reason_against(config: VllmConfig, groups: Sequence[Group], *, has_states: bool) -> str:
-    """Why this server keeps no request; empty if it does."""
+    """Why this server keeps no request, if so."""
     others = sorted({kind.value for group in groups for kind in _kinds(group) - KINDS})
     if others:
         return f"states of kind {', '.join(others)} were not tried after an answer"
@@ -258,7 +249,7 @@ def _kinds(group: Group) -> set[Kind]:
 
 
 def problem_of_id(request_id: str, name: str) -> str:
-    """Why the id in the parameter `name` cannot be that of a hand-over; empty if it can."""
+    """Why an id cannot be that of a hand-over, if so. `name` is its parameter."""
     if len(request_id) == 32 and not set(request_id) - set("0123456789abcdef"):
         return ""
     return f"{name}: expected {'true or ' if name == 'keep' else ''}32 hexadecimal digits, found {request_id!r:.100}"

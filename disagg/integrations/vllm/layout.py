@@ -1,8 +1,8 @@
 """vLLM's KV cache tensors as components.
 
-vLLM gives each attention layer a tensor `[block, head, token, K and V]` (`formats.py` has other contents), and each recurrent
-layer bytes `[block, 1, 1, nbytes]` with its states one after the other. Blocks may be divided into several kernel blocks, which
-are this library's pages.
+An attention layer has a tensor `[block, head, token, K and V]` (`formats.py` has others), a recurrent layer bytes `[block,
+1, 1, nbytes]` with its states one after the other. A block may consist of several kernel blocks, which are this library's
+pages.
 """
 
 from __future__ import annotations
@@ -55,26 +55,23 @@ from disagg.state.declare import Inner, Role, Rule, State, all_tokens, pages_in_
 from disagg.state.mamba import lightning_roles
 
 Describe = Callable[[], ModelSpec]
-"""Returns the model that a `config.json` describes, or raises `ConfigError`."""
 
 NULL_BLOCK = 0
-"""The block id that vLLM puts where a request has no block."""
+"""The id that vLLM puts where a request has no block."""
 
 ROWS = ("vec", "vec16")
-"""Kernels for CPUs that keep rows of K and V, by vLLM's names. Others keep tiles, or were not tried."""
+"""vLLM's CPU kernels that keep rows of K and V. Others keep tiles, or were not tried."""
 
 ROUNDINGS = {"CPU_ATTN": "toward_zero", "FLASH_ATTN": "nearest", "FLASHINFER": "nearest"}
-"""How a backend's own kernel makes numbers of FP8, on CPUs and with CUDA. Into those of another one nobody converts."""
+"""How a backend's kernel rounds to FP8, on CPUs and with CUDA. Nothing converts into caches of other backends."""
 
 
 SHARED = {Kind.LATENT: "latent", Kind.INDEX: "key", Kind.COMPRESSOR: "state", Kind.INDEX_COMPRESSOR: "state"}
-"""Roles of the caches that every rank has whole, by what they hold."""
+"""Roles of caches that every rank has whole."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One component of an engine, and how vLLM's block ids address its rows."""
-
     group: Group
     component: Component
     pages_per_block: int
@@ -84,7 +81,7 @@ class Cache:
         return self.component.name
 
     def rows(self, blocks: Sequence[int], *, start: int = 0) -> Rows:
-        """The rows of a request with these blocks, of which the first has the token `start`."""
+        """`blocks` begin with the one of token `start`."""
         if self.group.kind is Kind.STATE:
             return Slot(blocks[-1 - self.group.num_scratch])
         ids = np.asarray(blocks, dtype=np.int32)
@@ -103,13 +100,12 @@ def read_caches(
     drafts: Drafts,
     from_tp: Gather,
 ) -> tuple[Cache, ...]:
-    """Describe a worker's KV cache, of its own pipeline stage. `model` is the `config.json`, which describes recurrent states.
-    `from_tp` gathers from the tensor-parallel ranks of the stage.
+    """Describe a worker's KV cache. `model` is the `config.json`. `from_tp` gathers from the stage's tensor-parallel ranks.
 
-    Draft layers are optional components. What their KV is made with is in the components' names: servers with different
-    drafts have no draft component in common.
+    Draft layers are optional components. Their names say what their KV is made with, so servers with different drafts share
+    none.
 
-    Raises `ConfigError` for an engine whose cache cannot be moved, or whose worker's tensors are not as expected.
+    Raises `ConfigError` if the cache cannot be moved, or its tensors are not as expected.
     """
     groups = drafts.target(read_groups(kv, dcp=topology.cp))
     draft_groups = drafts.draft(read_groups(kv, dcp=topology.cp))
@@ -150,8 +146,8 @@ def read_caches(
 
 
 def rank_topology(parallel: ParallelConfig, *, tp_rank: int, pp_rank: int) -> Topology:
-    """A worker's place. With decode context parallelism (DCP), neighbouring ranks of vLLM's tensor parallelism have the same
-    heads, and divide the tokens.
+    """With decode context parallelism (DCP), neighbouring tensor-parallel ranks of vLLM have the same heads and divide the
+    tokens.
     """
     dcp = parallel.decode_context_parallel_size
     return Topology(
@@ -165,7 +161,7 @@ def rank_topology(parallel: ParallelConfig, *, tp_rank: int, pp_rank: int) -> To
 
 
 def _tokens(config: VllmConfig, spec: Any) -> Rule:
-    """The tokens that a rank keeps: vLLM's slots give each rank of a DCP group the same number of tokens in turn."""
+    """A DCP group's ranks get equal runs of tokens in turn."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size == 1 or not spec.dcp_sharded:
         return all_tokens
@@ -173,7 +169,7 @@ def _tokens(config: VllmConfig, spec: Any) -> Rule:
 
 
 def _over_all_ranks(inner: Inner) -> Inner:
-    """An axis that is divided over all ranks of vLLM's tensor parallelism, also over those of a DCP group."""
+    """An axis divided over all of vLLM's tensor-parallel ranks, also within a DCP group."""
 
     def owned(rank: Topology) -> Owned:
         return inner.owned(replace(rank, tp=rank.tp * rank.cp, tp_rank=rank.tp_rank * rank.cp + rank.cp_rank, cp=1, cp_rank=0))
@@ -182,9 +178,8 @@ def _over_all_ranks(inner: Inner) -> Inner:
 
 
 def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A layer's cache with the dtype of its values: two formats of FP8 are both bytes to vLLM.
-
-    Raises `ConfigError` for a format that a plug-in of vLLM adds: nothing says what its bytes are.
+    """The cache with the dtype of its values: to vLLM both FP8 formats are bytes. Raises `ConfigError` for a plug-in's
+    format.
     """
     name = str(attention_layer(config, layer).kv_cache_dtype)
     if name not in (*PLAIN, *get_args(CacheDType)):
@@ -194,10 +189,8 @@ def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor
 
 
 def _total_heads(config: VllmConfig, describe: Describe, layer: int, spec: Any, topology: Topology) -> int:
-    """The KV heads of a layer over all ranks of its tensor-parallel group.
-
-    Ranks with one head each may have the same one. If nothing says how many heads such a layer has, though the model has layers
-    with different numbers, each rank's counts as its own: then only servers with the same tensor parallelism fit each other.
+    """The KV heads of a layer over all tensor-parallel ranks. Ranks with one head each may share it. If the layer's number
+    is unknown, each rank's head counts as its own: only servers with the same tensor parallelism fit then.
     """
     if spec.num_kv_heads > 1 or topology.tp == 1:
         return int(spec.num_kv_heads) * topology.tp
@@ -223,9 +216,9 @@ def _attention(
     tokens: Rule,
     optional: bool,
 ) -> Component:
-    """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU."""
+    """K and V, adjacent for each token on a GPU, and for each head of a block on the CPU."""
     layer, found = attention_layer(config, next(iter(layers.values()))), read_format(spec, name)
-    # Layers with equal specs may have several: then none below is meant.
+    # Layers with equal specs may have several backends: then none below matches.
     backend = ", ".join(sorted({attention_layer(config, each).get_attn_backend().get_name() for each in layers.values()}))
     axes: str | dict[str, str]
     if found in (Format.INLINE, Format.NVFP4):
@@ -237,7 +230,7 @@ def _attention(
             raise ConfigError(
                 f"component {name!r}: expected {expected}, found those of vLLM's kernel for SM100, which mixes tokens"
             )
-        if found is Format.INLINE:  # its first use of a cache sets all scales to 1, also those that have been received
+        if found is Format.INLINE:  # else its first use of the cache sets received scales to 1
             for layer_id, layer_name in layers.items():
                 attention_layer(config, layer_name).impl._ensure_scale_caches(tensors[layer_id])
         return packed_component(
@@ -258,7 +251,7 @@ def _attention(
         axes, views = "nhd", {layer: plane_views(tensor, spec) for layer, tensor in tensors.items()}
     else:
         axes, views = "hnd", {layer: _gpu_views(tensor, spec) for layer, tensor in tensors.items()}
-    # Servers with other drafts have no draft component in common, and a draft's scales are in its name.
+    # A draft's scales are in its component's name.
     scales = {} if optional else {layer_id: tensor_scales(config, layer_name) for layer_id, layer_name in layers.items()}
     known = {layer_id: found for layer_id, found in scales.items() if found is not None}
     has_numbers = len(known) == len(layers)
@@ -282,9 +275,7 @@ def _gpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Ten
 
 
 def _check_rows(config: VllmConfig, name: str, spec: Any, *, block_size: int) -> None:
-    """Raise `ConfigError` unless vLLM's kernel for CPUs keeps rows. It depends on the model's dtype, not on the cache's. AMX
-    stores tiles that mix tokens and elements, which no strides describe.
-    """
+    """Raise `ConfigError` unless vLLM's CPU kernel keeps rows. AMX stores tiles that no strides describe."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     kernel = _get_attn_isa(config.model_config.dtype, block_size, spec.head_size, config.cache_config.cache_dtype)
@@ -296,7 +287,7 @@ def _check_rows(config: VllmConfig, name: str, spec: Any, *, block_size: int) ->
 
 
 def _cpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """K of each block and head as `[dim, token]`, followed by V as `[token, dim]`."""
+    """K as `[dim, token]`, then V as `[token, dim]`."""
     num_blocks, heads, tokens, _ = tensor.shape
     dim, (block, head) = spec.head_size, tensor.stride()[:2]
     at = tensor.storage_offset()
@@ -307,11 +298,11 @@ def _cpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Ten
 
 
 def _state_roles(describe: Describe, name: str, layer: int, spec: Any, topology: Topology) -> tuple[Role, ...]:
-    """The states of a layer, in memory order, as its model is described or as vLLM says by itself."""
+    """In memory order."""
     if spec.mamba_type.name == "LINEAR":
         ((heads, key_dim, value_dim),) = spec.shapes
         (role,) = lightning_roles(num_heads=heads * topology.tp * topology.cp, key_head_dim=key_dim, value_head_dim=value_dim)
-        return (replace(role, name="linear"),)  # which of the two axes is which is vLLM's own affair
+        return (replace(role, name="linear"),)  # it does not matter which axis is which
     expected = ["conv", "temporal"][: len(spec.shapes)]
     model = describe()
     found = [state for state in model.states if state.rows == "slot" and layer in state.layers]
@@ -321,8 +312,8 @@ def _state_roles(describe: Describe, name: str, layer: int, spec: Any, topology:
 
 
 def _state(describe: Describe, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology) -> Component:
-    """The states of a layer, which lie one after the other in a block: its convolution window and its recurrent state, or one
-    of the two. With speculation the window has more places than the model reads: those of a prompt are the first.
+    """The convolution window and the recurrent state of a layer, or one of them. With speculation the window has more places
+    than the model reads; the prompt's come first.
     """
     (layer,) = tensors
     kinds = _state_roles(describe, name, layer, shape, topology)

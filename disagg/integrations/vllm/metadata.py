@@ -1,4 +1,4 @@
-"""What the scheduler half and the worker halves of the connector exchange, and what prefill tells decode."""
+"""What the connector's halves exchange, and what prefill tells decode."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from disagg.core.rows import TokenRange
 ENGINE = f"vllm {vllm.__version__}"
 
 BlockIds = tuple[list[int], ...]
-"""vLLM's block ids of a request, for each KV cache group, from the request's first block on."""
+"""vLLM's block ids of a request, by KV cache group."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that hands requests over, as `kv_transfer_params` name it. It keeps sliding windows from a multiple of
-    `remote_window_page` tokens on.
-    """
+    """A server, as in `kv_transfer_params`. It keeps windows from a multiple of `remote_window_page` tokens on."""
 
     remote_engine_id: str
     remote_address: str
@@ -38,7 +36,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, name: str) -> Place:
-        """The place that `str` has written. Raises `ValueError` for another text."""
+        """The reverse of `str`. Raises `ValueError`."""
         engine_id, at, rest = name.rpartition("@tcp://")
         where = urlsplit(f"tcp://{rest}")
         if not at:
@@ -52,7 +50,6 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __str__(self) -> str:
-        """The place as one text, which is the `engine_id` of `Bootstrap`."""
         given = {"key": self.remote_public_key} if self.remote_public_key else {}
         pages = {"window_page": self.remote_window_page} if self.remote_window_page > 1 else {}
         query = urlencode({**given, **pages})
@@ -60,14 +57,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOff(Place, frozen=True, kw_only=True):
-    """Where a server finds a request that another one has: `kv_transfer_params` in prefill's answer and in the request to
-    decode, or `kept` in them, of a request that was kept after its answer.
+    """Where to find a request: `kv_transfer_params` of prefill's answer and of the request to decode, or, for one that was
+    kept after its answer, their `kept`.
 
-    `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of leading tokens
-    whose state is handed over. Without it prefill is asked at the same time, and will hand over all but the last one of the
-    prompt. `remote_prompt` is their `prompt_digest`, without the last one of the prompt: vLLM gives the parameters of one
-    prompt to every request of a list of prompts. Of a kept request a shorter beginning may be taken too: `remote_beginnings`
-    are their digests, one after the other, in hexadecimal digits. It is kept for `remote_keep_s` seconds.
+    `remote_request_id` is the transfer's id in hexadecimal. `remote_num_tokens` leading tokens are handed over; without it
+    prefill is asked at the same time, and hands over all prompt tokens but the last. `remote_prompt` is their digest,
+    without the last prompt token: vLLM gives a list's prompts the same parameters. A kept request lasts `remote_keep_s`, and
+    may be taken in part: `remote_beginnings` are the joined digests of its beginnings.
     """
 
     remote_request_id: str
@@ -79,10 +75,8 @@ class HandOff(Place, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
-        """The hand-off in a request's `kv_transfer_params`, also those of MooncakeConnector's proxies; `None` if there is none.
-
-        Integers may be floats, as proxies have them whose parameters were a protobuf `Struct`. Raises `msgspec.ValidationError`
-        or `ValueError` if it is not complete.
+        """The hand-off in `kv_transfer_params`, also of MooncakeConnector's proxies. Accepts floats for integers, as in a
+        protobuf `Struct`. Raises `msgspec.ValidationError` or `ValueError`.
         """
         part = cls.part(params)
         if part is None:
@@ -99,9 +93,7 @@ class HandOff(Place, frozen=True, kw_only=True):
 
     @staticmethod
     def part(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """What of a request's `kv_transfer_params` is a hand-off that has not been used: all of them, or `kept`; `None` if
-        nothing is.
-        """
+        """The unused hand-off: all of `params`, or their `kept`."""
         for part in (params, (params or {}).get("kept")):
             if isinstance(part, dict) and part.get("do_remote_prefill"):
                 return part
@@ -113,11 +105,10 @@ class HandOff(Place, frozen=True, kw_only=True):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is of a request that was kept."""
         return self.remote_keep_s is not None
 
     def params(self) -> dict[str, Any]:
-        """As `kv_transfer_params` of the request to decode, or as `kept` in them."""
+        """As `kv_transfer_params`, or as `kept` in them."""
         own = msgspec.structs.asdict(self)
         if not self.is_kept:
             del own["remote_beginnings"], own["remote_keep_s"]
@@ -125,10 +116,8 @@ class HandOff(Place, frozen=True, kw_only=True):
 
 
 def transfer_id(params: Mapping[str, Any]) -> bytes | None:
-    """The id that a proxy has given to a transfer, in its `kv_transfer_params`; `None` if it has given none.
-
-    `remote_request_id` are hexadecimal digits, and the `transfer_id` of MooncakeConnector's proxies is any text. Raises
-    `ValueError` for one that cannot be.
+    """The id that a proxy gave a transfer: `remote_request_id` in hexadecimal, or any text as the `transfer_id` of
+    MooncakeConnector's proxies. Raises `ValueError`.
     """
     if given := params.get("remote_request_id"):
         return bytes.fromhex(str(given))
@@ -139,10 +128,7 @@ def transfer_id(params: Mapping[str, Any]) -> bytes | None:
 
 @dataclass(frozen=True)
 class Load:
-    """Receive the tokens `[start, stop)` of a request into its blocks, of each KV cache group those of `needs`.
-
-    `prompt` is the `prompt_digest` of the first `stop`.
-    """
+    """Receive the tokens `[start, stop)`; of each KV cache group only `needs`. `prompt` is the digest of the first `stop`."""
 
     req_id: str
     hand_off: HandOff
@@ -155,8 +141,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Opening:
-    """A request that will be sent: decode may wait for it already."""
-
     req_id: str
     request_id: bytes
     attempt: int
@@ -164,7 +148,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Send the tokens `[start, stop)`, which this step computes. `blocks` begin with the one that has token `start`."""
+    """Send the tokens `[start, stop)`, which this step computes. `blocks` begin with the one of token `start`."""
 
     req_id: str
     request_id: bytes
@@ -176,7 +160,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Finish:
-    """Send what exists only at the end of a prefill, or of a request that is kept, and then a `Payload`."""
+    """Send what exists only at the end of a prefill or of a kept request, then a `Payload`."""
 
     req_id: str
     request_id: bytes
@@ -189,9 +173,9 @@ class Finish:
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, once a step.
 
-    `unloadable` are requests that vLLM waits for and that cannot be loaded. `wanted` are transfers that requests in the queue
-    still need. `aborts` are requests that the server has ended, `given_up` ids of transfers that will not be. Of the requests
-    in `held` vLLM keeps the blocks until they have been sent, and of those in `kept` the scheduler half does.
+    vLLM waits for `unloadable` requests. Queued requests need the transfers in `wanted`. The server has ended `aborts`;
+    transfers in `given_up` will not happen. vLLM keeps the blocks of `held` requests until they are sent, the scheduler half
+    those of `kept` ones.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -210,9 +194,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, when vLLM starts: the control address of its instance's leader, and whether no other
-    connector sees its blocks.
-    """
+    """From a worker at start: its instance's address, and whether no other connector sees its blocks."""
 
     engine_id: str
     address: str
@@ -222,15 +204,12 @@ class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes, and how many ranks
-    need the blocks of a kept request no more.
-    """
+    """Changes in how many ranks hold a lease of a failed load, and how many no longer need a kept request's blocks."""
 
     leases: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """The reports of two ranks as one."""
         leases, ended = Counter(self.leases), Counter(self.ended)
         leases.update(other.leases)
         ended.update(other.ended)
@@ -238,10 +217,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 def share_logging() -> None:
-    """Let this library's log records go where vLLM's go: vLLM configures only its own logger.
-
-    The line that this library writes for each request appears at level DEBUG only; the connector logs failures itself.
-    """
+    """Send this library's log records where vLLM's go. The line for each request appears only at level DEBUG."""
     ours, theirs = logging.getLogger("disagg"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate

@@ -19,16 +19,14 @@ BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0
 
 
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts by name, and `load_s`: the seconds of each load that succeeded, from the scheduler's step to its end.
-
-    `dead_ranks` are ranks whose manager has ended since the last statistics.
+    """`load_s` has the seconds of each successful load, from the scheduler's step on. `dead_ranks` are ranks whose manager
+    has ended since the last statistics.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data or {**dict.fromkeys((*COUNTERS, "dead_ranks"), 0), "load_s": []}
 
     def count_load(self, *, ok: bool, num_tokens: int, seconds: float) -> None:
-        """Count a load that has ended."""
         self.data["loads"] += 1
         if ok:
             self.data["loaded_tokens"] += num_tokens
@@ -37,23 +35,18 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
             self.data["failed_loads"] += 1
 
     def count_send(self, *, ok: bool) -> None:
-        """Count a request that has been handed over, or not."""
         self.data["sends" if ok else "failed_sends"] += 1
 
     def count_bytes(self, nbytes: int) -> None:
-        """Count bytes that were sent."""
         self.data["sent_bytes"] += nbytes
 
     def count_death(self) -> None:
-        """Count a rank whose manager has ended."""
         self.data["dead_ranks"] += 1
 
     def reset(self) -> None:
-        """Forget everything counted."""
         self.data = TransferStats().data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Both together, in this one."""
         for name, value in other.data.items():
             self.data[name] = self.data[name] + value
         return self
@@ -65,12 +58,11 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
         return figures | ({"load_ms_p50": round(seconds[len(seconds) // 2] * 1e3, 2)} if seconds else {})
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not any(self.data.values())
 
 
 class TransferMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:disagg_*` metrics, with vLLM's labels."""
+    """`vllm:disagg_*`, with vLLM's labels."""
 
     def __init__(self, config: Any, metric_types: dict[Any, Any], labels: list[str], values: dict[int, list[object]]) -> None:
         super().__init__(config, metric_types, labels, values)
@@ -96,7 +88,7 @@ class TransferMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._seconds: dict[int, Histogram] = {engine: seconds.labels(*own) for engine, own in values.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the counts of one interval."""
+        """Add one interval's counts."""
         for name, metric in self._counters[engine_idx].items():
             metric.inc(transfer_stats_data[name])
         if transfer_stats_data["dead_ranks"]:

@@ -23,36 +23,34 @@ HANDED_OVER = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-"""Sampling parameters that mean the same for an answer that goes on: the other server gets them as this one has them."""
+"""Sampling parameters that keep their meaning when an answer is continued."""
 WITHOUT_EFFECT = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Sampling parameters that must have no effect. The other server gets them too: its own defaults may be others."""
+"""These must have no effect. The other server gets them because its defaults may differ."""
 COUNTED = ("max_tokens", "min_tokens")
-"""Sampling parameters that the tokens of the answer count against."""
+"""The answer's tokens count against these."""
 OF_THE_FORM = (
     *("stop", "include_stop_str_in_output", "logprobs", "flat_logprobs", "logprob_token_ids", "detokenize", "output_kind"),
     *("stream_interval", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"),
 )
-"""Sampling parameters of the answer's form, which the proxy looks after."""
+"""These concern the answer's form, which is the proxy's task."""
 CHECKED = ("seed", "extra_args", "watermarking")
 DEFAULTS = SamplingParams()
 
 
 class Moves:
-    """The requests that may move: those with a `move_id` that have not ended."""
+    """Requests with a `move_id` that have not ended."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
         self._running: dict[str, list[Request]] = {}
-        """By their `move_id`. Several have one if they answer the same prompt, and then stay until all of them have ended."""
+        """By `move_id`. Several answers to one prompt share one, and stay until all have ended."""
         self._stopped: dict[str, int] = {}
-        """How many tokens the answers of stopped requests could have, by their ids."""
+        """The original `max_tokens` of stopped requests, by `move_id`."""
         self._told: dict[str, dict[str, Any]] = {}
-        """What the requests that stop others are answered, by vLLM's ids."""
+        """What requests that stop others are answered, by vLLM's ids."""
 
     def add(self, request: Request, *, reason: str) -> None:
-        """Note a request that has come, and stop the one that it names (`stop_request_id`). `reason`: why this server keeps
-        nothing, if so.
-        """
+        """Note a new request, and stop the one that it names. `reason`: why this server keeps nothing, if so."""
         params = request.kv_transfer_params or {}
         if move_id := params.get("move_id"):
             self._running.setdefault(str(move_id), []).append(request)
@@ -60,8 +58,8 @@ class Moves:
             self._told[request.request_id] = self._stop(str(move_id), reason, is_chat=bool(params.get("is_chat")))
 
     def remove(self, request: Request) -> tuple[str, dict[str, Any] | None]:
-        """Forget a request that has ended. Returns the id by which it is kept, if it was stopped before its end, and what it is
-        answered, if it has stopped another one.
+        """Forget a request that has ended. Returns the id by which it is kept if it was stopped, and its answer if it
+        stopped another.
         """
         told = self._told.pop(request.request_id, None)
         move_id = str((request.kv_transfer_params or {}).get("move_id") or "")
@@ -69,7 +67,7 @@ class Moves:
         if request not in requests:
             return "", told
         if request.status == RequestStatus.FINISHED_ABORTED:
-            requests.remove(request)  # the proxy may have asked again before vLLM ended the request that it gave up
+            requests.remove(request)  # the proxy may have sent it again before this end
         if not all(each.is_finished() for each in requests):
             return "", told
         del self._running[move_id]
@@ -78,7 +76,7 @@ class Moves:
         return (move_id if is_cut else ""), told
 
     def _stop(self, move_id: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
-        """Let a request end after the tokens that are being computed, unless it cannot go on elsewhere as it would here."""
+        """End a request after the tokens that are being computed, unless it cannot continue elsewhere unchanged."""
         requests = self._running.get(move_id, [])
         if len(requests) != 1:
             several = "several answers have this move_id: one cannot be continued alone"
@@ -88,13 +86,13 @@ class Moves:
             return {"not_stopped": reason}
         params = request.sampling_params
         max_tokens = self._stopped.setdefault(move_id, request.max_tokens)
-        # Tokens of steps that are under way come in any case. vLLM schedules none beyond `max_tokens`.
+        # Steps under way still bring tokens. vLLM schedules none beyond `max_tokens`.
         request.max_tokens = min(max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders))
         counted = {"max_tokens": max_tokens, "min_tokens": params.min_tokens}
         return {"stopped": {name: getattr(params, name) for name in HANDED_OVER + WITHOUT_EFFECT} | counted}
 
     def _reasons(self, request: Request, *, is_chat: bool) -> Iterator[str]:
-        """Why another server could not continue an answer exactly."""
+        """Why another server could not continue the answer exactly."""
         params, config = request.sampling_params, self._config
         if params is None or request.resumable or request.prompt_embeds is not None:
             yield "it is not a prompt of tokens whose answer is generated"
@@ -118,7 +116,7 @@ class Moves:
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Whether a sampling parameter changes nothing. As text, since some are arrays."""
+    """Compared as text, since some are arrays."""
     return str(value) in ("None", "[]", str(getattr(DEFAULTS, name)))
 
 

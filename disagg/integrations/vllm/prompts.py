@@ -1,4 +1,4 @@
-"""What shapes the state of a vLLM request: what vLLM hashes for its own prefix cache, as another server can compare it."""
+"""What shapes a vLLM request's state: what vLLM hashes for its prefix cache, in a form that other servers can compare."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ from disagg.integrations.vllm.metadata import HandOff
 
 
 class Prompts:
-    """Digests of requests' prompts."""
-
     def __init__(self) -> None:
         self._adapters = Adapters()
 
     def is_known(self, request: Request) -> bool:
-        """Whether a request's digests can be computed. The first request of a large adapter begins to read it."""
+        """Whether digests can be computed. The first request of a large adapter begins to read it."""
         adapter = self._adapter(request)
         return adapter is None or adapter.done()
 
     def digest(self, request: Request, num_tokens: int) -> str:
-        """The `prompt_digest` of a request's first tokens; empty, which equals no other one, if it is not known yet."""
+        """Empty, which equals no other digest, while unknown."""
         if not self.is_known(request):
             return ""
         return prompt_digest(request.all_token_ids[:num_tokens], self._beside(request, num_tokens))
 
     def beginnings(self, request: Request, num_tokens: int) -> Iterator[tuple[int, str]]:
-        """The digests of the `beginnings` of a request's first tokens; none if they are not known yet."""
+        """None while unknown."""
         if not self.is_known(request):
             return iter(())
         return beginnings(request.all_token_ids[:num_tokens], lambda stop: self._beside(request, stop))
 
     def num_common(self, request: Request, hand_off: HandOff, most: int) -> int:
-        """The leading tokens, at most `most`, that a request has in common with one that was kept, as far as digests tell. A
-        prompt of embeddings has none: no server keeps one, and each digest would read all that come before it again.
+        """The leading tokens, at most `most`, that a request shares with a kept one, as far as digests tell. None for a
+        prompt of embeddings: no server keeps one, and each digest would read them from the start.
         """
         if request.prompt_embeds is not None:
             return 0
@@ -60,7 +58,7 @@ class Prompts:
         return self._adapters.digest(adapter.lora_path, loaded=adapter.lora_int_id, may_change=adapter.load_inplace)
 
     def _beside(self, request: Request, num_tokens: int) -> Iterator[tuple[str, str]]:
-        """In the order in which vLLM's block hashes have them (`generate_block_hash_extra_keys`)."""
+        """In the order of vLLM's block hashes (`generate_block_hash_extra_keys`)."""
         adapter = self._adapter(request)
         if adapter is not None:
             yield "adapter", adapter.result()

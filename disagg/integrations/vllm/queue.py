@@ -1,4 +1,4 @@
-"""Requests that wait in a server's queue: the other one keeps their blocks as long as it hears that they are still wanted."""
+"""Requests in a server's queue. The other server keeps their blocks while it hears that they are wanted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from disagg.integrations.vllm.metadata import HandOff
 logger = logging.getLogger(__name__)
 
 RENEWALS = 6
-"""How often a request is renewed within the time that prefill keeps it without."""
+"""Renewals within the time that prefill keeps a request without one."""
 
 
 class Queue:
-    """The requests whose hand-off was not loaded or declined yet. `hold_s` is how long prefill keeps their blocks unrenewed."""
+    """Requests whose hand-off was not loaded or declined yet. `hold_s`: how long prefill keeps blocks without renewal."""
 
     def __init__(self, hold_s: float) -> None:
         self._interval_s = hold_s / RENEWALS
@@ -23,16 +23,14 @@ class Queue:
         self._requests: dict[str, Any] = {}
 
     def add(self, request: Any) -> None:
-        """Note a request that has come."""
         if HandOff.part(request.kv_transfer_params) is not None:
             self._requests[request.request_id] = request
 
     def remove(self, req_id: str) -> None:
-        """Forget a request that has ended."""
         self._requests.pop(req_id, None)
 
     def take_due(self) -> list[HandOff]:
-        """The hand-offs to renew now; none if that was done a moment ago."""
+        """The hand-offs to renew now."""
         now = time.monotonic()
         if not self._requests or now < self._due_s:
             return []
@@ -44,7 +42,7 @@ class Queue:
 
 
 def _hand_off(request: Any) -> HandOff | None:
-    """The hand-off of a request; `None` if it has none, or one that was loaded, declined, or cannot be read."""
+    """The unused hand-off of a request, if it can be read."""
     try:
         return HandOff.of(request.kv_transfer_params)
     except Exception as error:  # noqa: BLE001  (a client has written it, and those of all others would not be renewed)

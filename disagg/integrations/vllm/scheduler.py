@@ -1,7 +1,6 @@
-"""The half of the connector in vLLM's scheduler: what each request needs, and which blocks must not be reused yet.
+"""The scheduler half of the connector: what each request needs, and which blocks must not be reused yet.
 
-An exception in vLLM's scheduler ends the server, so each hook logs its own and returns a value with which vLLM computes the
-request itself.
+An exception in vLLM's scheduler ends the server. So each hook logs its own, and vLLM computes the request itself.
 """
 
 from __future__ import annotations
@@ -54,22 +53,19 @@ logger = logging.getLogger(__name__)
 NUM_LOADED = 4096
 NUM_SHARED = 1024
 ONE_OF_SEVERAL = re.compile(r"(\d+)_(.+)", re.DOTALL)
-"""VLLM's id of each of the `n` answers to a prompt: its number, and what all have in common (`ParentRequest`)."""
+"""vLLM's id of one of `n` answers to a prompt: its number, then the id that they share (`ParentRequest`)."""
 LATER_PROMPT = re.compile(r"cmpl-.+-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
-"""VLLM's id of a prompt that is not the first one of a list. It returns the first one's `kv_transfer_params` only."""
+"""vLLM's id of a later prompt of a list. Only the first prompt's `kv_transfer_params` are returned."""
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
-"""What a proxy gets for a request if nothing is handed over. Given `null`, some proxies fail, or send decode what they have
-sent prefill.
-"""
+"""Given `null` instead, some proxies fail, or send decode prefill's parameters."""
 
 Transfer = tuple[str, str, str, int]
-"""Which request of which server is loaded: the server's name and address, the request's id, and its attempt."""
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
-    """Log an exception of a hook, and return `otherwise()` in its place."""
+    """Log a hook's exception, and return `otherwise()`."""
 
     def wrap(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -87,7 +83,7 @@ def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
 
 @contextlib.contextmanager
 def logged(cost: str) -> Iterator[None]:
-    """Log an exception with what it costs, and go on after the block."""
+    """Log an exception with what it costs, and continue after the block."""
     try:
         yield
     except Exception:
@@ -96,9 +92,8 @@ def logged(cost: str) -> Iterator[None]:
 
 @dataclass
 class Prefill:
-    """A request that this server computes for another: its first `num_tokens` tokens, of which `num_sent` have been passed to
-    the workers. With `first_token` decode starts from the token that this server draws after them. `is_ended`: the workers
-    have all that decode gets.
+    """A request for another server to decode: its first `num_tokens` tokens, of which the workers have `num_sent`. With
+    `first_token` decode starts from the token drawn after them. `is_ended`: the workers have all that decode gets.
     """
 
     request: Request
@@ -113,7 +108,7 @@ class Prefill:
 
 
 class SchedulerHalf:
-    """The scheduler half. Lives in the process of vLLM's EngineCore, and has no connection of its own."""
+    """Lives in the process of vLLM's EngineCore."""
 
     def __init__(self, config: VllmConfig, kv: KVCacheConfig, options: Options) -> None:
         self._config, self._options = config, options
@@ -128,28 +123,26 @@ class SchedulerHalf:
         self._keeper: Keeper | None = None
         self._moves = Moves(config)
         self._num_cached: dict[int, dict[str, int]] = {}
-        """How many blocks of each request vLLM counts as cached, for each group of windows."""
         self._step = StepMetadata()
         self._prefills: dict[str, Prefill] = {}
         self._shared: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
-        """What the answer to a prompt with several tells the proxy, once it is known: the last `NUM_SHARED`, by their id."""
+        """By prompt id, what all answers to the prompt return to the proxy."""
         self._loading: dict[str, Transfer] = {}
-        """The transfer of each request that the workers load, until the request ends."""
         self._unplaced: Request | None = None
         """The last request that vLLM asked about in this step, until it has blocks."""
         self._offered: dict[str, TokenRange] = {}
-        """The tokens of each request that are loaded if vLLM places it, until it does."""
+        """What is loaded if vLLM places the request."""
         self._loaded: OrderedDict[Transfer, None] = OrderedDict()
-        """Transfers that have been loaded or are: the last `NUM_LOADED`."""
+        """The last `NUM_LOADED` transfers that were begun."""
         self._of_others: dict[str, HandOff] = {}
-        """Requests with the hand-off of another prompt."""
+        """Hand-offs of another prompt than the request's."""
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
         self._sent: dict[str, list[Any]] = {}
-        """The blocks of each request whose `Finish` the workers have, until they report that it has been sent."""
+        """Blocks that are held until the workers report that the request was sent."""
 
     def bind(self, manager: KVCacheManager) -> None:
-        """VLLM's manager of blocks, which is built after this. Raises `AttributeError` if it counts cached blocks otherwise."""
+        """Raises `AttributeError` if vLLM counts cached blocks otherwise."""
         self._manager = manager
         self._keeper = Keeper(self._config, self._groups, self._prompts, self._options, manager)
         for group in self._groups:
@@ -157,24 +150,21 @@ class SchedulerHalf:
                 self._num_cached[group.index] = manager.coordinator.single_type_managers[group.index].num_cached_block
 
     def set_ranks(self, ranks: Mapping[tuple[int, int], RankAddress]) -> None:
-        """The addresses that the workers reported. Raises `ConfigError` if the bootstrap server cannot listen."""
+        """Raises `ConfigError` if the bootstrap server cannot listen."""
         self._leader = next(iter(ranks.values()), None)
         if self._leader is not None and self._options.bootstrap_port and self._bootstrap is None:
             self._bootstrap = Bootstrap.start(self._config.parallel_config, self._options, str(self._place(self._leader)))
 
     def close(self) -> None:
-        """End the bootstrap server."""
         if self._bootstrap is not None:
             self._bootstrap.close()
 
     @property
     def keeper(self) -> Keeper:
-        """Keeps requests that have ended, once there are blocks."""
         assert self._keeper is not None, "bind comes first"
         return self._keeper
 
     def _place(self, leader: RankAddress) -> Place:
-        """Where others find what this server hands over."""
         return Place(
             remote_engine_id=leader.engine_id,
             remote_address=leader.address,
@@ -186,10 +176,10 @@ class SchedulerHalf:
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        """Note a request that another server will decode, that none will any more (`abort_request_id`), or that may move.
+        """Note a request that is to be decoded elsewhere, may move, or was given up by the proxy.
 
-        Windows and recurrent states are handed over as they are before the last prompt token, so prefill must not compute it,
-        unless decode does not compute it either (`first_token`).
+        Windows and states are handed over as they are before the last prompt token. So prefill must not compute it, unless
+        decode does not either (`first_token`).
         """
         params = request.kv_transfer_params or {}
         if "abort_request_id" in params:
@@ -198,7 +188,7 @@ class SchedulerHalf:
         self._moves.add(request, reason=self.keeper.reason)
         self._give_up_own(request)
         if LATER_PROMPT.fullmatch(_prompt_id(request)):
-            _use(request)  # the hand-off is that of the first prompt
+            _use(request)  # its hand-off is the first prompt's
         self._queue.add(request)
         if not params.get("do_remote_decode") or not self._config.kv_transfer_config.is_kv_producer:
             return
@@ -219,7 +209,7 @@ class SchedulerHalf:
         self._step.openings.append(Opening(request.request_id, prefill.request_id, prefill.attempt))
 
     def _give_up_own(self, request: Request) -> None:
-        """Give up what this server has kept itself for a request: the server's prefix cache has it, or nothing has."""
+        """Give up a request that this server kept itself: its prefix cache has the blocks, or nothing has."""
         with contextlib.suppress(ValueError):  # logged when vLLM schedules it
             hand_off = HandOff.of(request.kv_transfer_params)
             if hand_off is not None and self._leader is not None and hand_off.remote_engine_id == self._leader.engine_id:
@@ -227,9 +217,7 @@ class SchedulerHalf:
                 _use(request)
 
     def _is_first(self, request: Request, given: bytes | None) -> bool:
-        """Whether a request is the first of those that share a hand-over: the answers to one prompt, and the prompts of a list,
-        of which decode loads one. Nobody would come for those of the others.
-        """
+        """Of a prompt's answers, and of a list's prompts, decode loads only the first."""
         prompt_id = _prompt_id(request)
         if LATER_PROMPT.fullmatch(prompt_id):
             return False
@@ -238,11 +226,11 @@ class SchedulerHalf:
         return prompt_id not in self._shared
 
     def _begin(self, request: Request, request_id: bytes, *, first_token: bool) -> Prefill | None:
-        """A request that can be handed over, cut to what is; `None` for another one."""
+        """Cut a request to what is handed over; `None` if it cannot be."""
         num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
         if num_tokens == 0:
             return None
-        self._prompts.is_known(request)  # begins to read its adapter
+        self._prompts.is_known(request)  # starts reading its adapter
         if self._exact and not first_token:
             if request.prompt_token_ids is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
                 return None  # vLLM's workers compare the lengths of tokens and embeddings
@@ -252,16 +240,15 @@ class SchedulerHalf:
         return Prefill(request, request_id, num_tokens, first_token)
 
     def _give_up(self, request_id: bytes) -> None:
-        """End a request that the proxy hands over to nobody, whether or not it has been computed.
-
-        VLLM itself cannot: it ignores aborts of requests that have finished, and of some whose client leaves at once.
+        """End a request that nobody will decode. vLLM ignores aborts of finished requests, and of some whose client leaves
+        at once.
         """
         for prefill in self._prefills.values():
             prefill.is_given_up |= prefill.request_id == request_id
         self._step.given_up.append(request_id)
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """What the workers do in this step: all that the hooks have noted since the last one, whatever fails here."""
+        """What the hooks have noted since the last step, for the workers."""
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
         with logged("no kept request makes room for this step's requests"):
@@ -283,10 +270,10 @@ class SchedulerHalf:
         return step
 
     def _advance(self, step: StepMetadata, prefill: Prefill, num_done: int) -> None:
-        """Send what this step computes of a request: its first `num_done` tokens are computed then."""
-        if prefill.attempt != prefill.request.num_preemptions:  # it has lost its blocks, and starts again
+        """Send what this step computes. After it, `num_done` tokens are computed."""
+        if prefill.attempt != prefill.request.num_preemptions:  # it was preempted
             if transfer_id(prefill.request.kv_transfer_params) is not None:
-                # The proxy may ask decode at the same time: it knows of the first attempt only, and computes the request.
+                # Decode may have been asked already: it knows only the first attempt, and computes the request.
                 self._give_up(prefill.request_id)
                 return
             prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
@@ -296,7 +283,6 @@ class SchedulerHalf:
             self._end_early(step, prefill)
 
     def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
-        """Send the tokens computed since the last step."""
         assert self._manager is not None
         start, stop = prefill.num_sent, min(num_computed, prefill.num_tokens)
         if start < stop:
@@ -306,8 +292,8 @@ class SchedulerHalf:
             prefill.num_sent = stop
 
     def _end_early(self, step: StepMetadata, prefill: Prefill) -> None:
-        """Send the end of a request with the step that computes it: decode need not wait until vLLM has drawn a token and
-        begins another step. Its blocks are held, since vLLM may still preempt or abort it.
+        """End a send in the step that computes it, not in the next one. vLLM may still preempt or abort the request, so its
+        blocks are held.
         """
         assert self._manager is not None
         req_id = prefill.request.request_id
@@ -316,7 +302,6 @@ class SchedulerHalf:
         step.finishes.append(finish)
 
     def _finish(self, prefill: Prefill, blocks: BlockIds) -> Finish:
-        """What decode gets last of a request."""
         request = prefill.request
         first_token = request.output_token_ids[0] if prefill.first_token else None
         whole = self._prompts.digest(request, prefill.num_tokens)
@@ -330,7 +315,7 @@ class SchedulerHalf:
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Hand over a prefilled request and keep its blocks until decode has them; stop one that the server has aborted."""
+        """Hand over a prefilled request, and keep its blocks until decode has them. Stop an aborted one."""
         req_id = request.request_id
         self._queue.remove(req_id)
         self._offered.pop(req_id, None)
@@ -349,24 +334,23 @@ class SchedulerHalf:
         params = None
         with logged(f"request {req_id}: it is not handed over"):
             params = self._hand_over(prefill, blocks)
-        if prompt_id in self._shared:  # vLLM returns those of the answer that ends last, and adds to each
+        if prompt_id in self._shared:  # vLLM returns the last answer's, and adds to each
             self._shared[prompt_id] = params and dict(params)
         if params is None:
             self._step.aborts.append(req_id)
-        if prefill.is_ended:  # copies may still read the blocks, and decode may take what they bring
+        if prefill.is_ended:
             logger.debug("request %s: its blocks are held until decode has its state", req_id)
             self._step.held.append(req_id)
         return prefill.is_ended, params or dict(NOTHING)
 
     def _decline_unresolved(self, request: Request) -> None:
-        """Decline the hand-off of a request that has ended, if none has loaded it."""
         hand_off = self._unresolved(request)
         for each in (hand_off, self._of_others.pop(request.request_id, None)):
             if each is not None and _transfer(each) not in self._loaded:
                 self._step.declines.append(each)
 
     def _hand_over(self, prefill: Prefill, blocks: BlockIds) -> dict[str, Any] | None:
-        """Let decode have a request that has ended. Returns what its answer tells the proxy; `None` if decode gets nothing."""
+        """What decode gets of a request that has ended, if anything."""
         request = prefill.request
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))
@@ -388,15 +372,15 @@ class SchedulerHalf:
         return hand_off.params()
 
     def _answer(self, request: Request, blocks: BlockIds, move_id: str) -> dict[str, Any] | None:
-        """What the proxy gets with the answer of a request that is not handed over to decode."""
+        """What the proxy gets with an answer that is not handed over."""
         if self._leader is None:
             return None
         kept = self.keeper.keep(request, blocks, self._place(self._leader), self._step, move_id=move_id)
         return kept or self.keeper.answer(request) or self._without_hand_off(request)
 
     def _without_hand_off(self, request: Request) -> dict[str, Any] | None:
-        """The answer to a request of which nothing is handed over. That to a prompt of one token says where decode finds this
-        server's requests, and how many replicas the server has: a proxy that asks both servers at once begins with one.
+        """For a prompt of one token, name this server and its number of replicas: a proxy that asks both servers at once
+        begins with one.
         """
         if not (request.kv_transfer_params or {}).get("do_remote_decode") or self._leader is None:
             return None
@@ -409,9 +393,8 @@ class SchedulerHalf:
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
-        """The tokens to load beyond the first `num_computed`, and that they are loaded between steps. `None`: ask again, since
-        another request (one more answer to the same prompt) loads them, and vLLM will have them cached, or since the request's
-        adapter is still being read.
+        """The tokens to load beyond `num_computed`, and whether between steps. `None`: ask again, since the adapter is still
+        being read, or another answer to the prompt loads the tokens into vLLM's cache.
         """
         if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False
@@ -420,22 +403,20 @@ class SchedulerHalf:
             return None, False
         self._unplaced = request
         if hand_off is not None and (_transfer(hand_off) in self._loaded or _is_later_answer(request)):
-            _use(request)  # an attempt is received once, for the first answer, which another replica may have
+            _use(request)  # only the first answer loads it, perhaps on another replica
             return 0, False
         stop = 0 if hand_off is None else self._num_loadable(request, hand_off, num_computed)
         self._offered[request.request_id] = num_computed, stop
         return (stop - num_computed, True) if stop > num_computed else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Load into the blocks of a request; decline it if there is nothing to load. If it cannot be loaded, the workers report
-        that: vLLM would wait for ever.
-        """
+        """Load into the blocks, or decline. The workers report a failed load too, else vLLM would wait forever."""
         self._unplaced = None
         hand_off, is_loaded = None, False
         with logged(f"request {request.request_id}: its load has failed"):
             hand_off = self._unresolved(request)
             if hand_off is not None:
-                _use(request)  # only once, also if the request is preempted later
+                _use(request)  # once, even if it is preempted later
                 is_loaded = num_external > 0 and self._load(request, hand_off, blocks, num_external)
         self._offered.pop(request.request_id, None)
         if hand_off is not None and not is_loaded:
@@ -444,7 +425,7 @@ class SchedulerHalf:
             self._step.unloadable.append(request.request_id)
 
     def _load(self, request: Request, hand_off: HandOff, blocks: KVCacheBlocks, num_external: int) -> bool:
-        """Whether the workers load a request. All that was offered, or nothing: windows and states are of the last token."""
+        """Load all that was offered or nothing: windows and states are of the last token."""
         start, stop = self._offered.get(request.request_id, (0, 0))
         if stop - start != num_external:
             found = f"expected to load {stop - start} tokens, found that vLLM takes {num_external}"
@@ -461,21 +442,19 @@ class SchedulerHalf:
         return True
 
     def _keep_out_of_cache(self, req_id: str, needs: Sequence[TokenRange]) -> None:
-        """Let no other request find a block that is loaded in part: vLLM would cache it as if it were whole.
-
-        Only the block with a window's first token can be one. vLLM does not cache blocks that it counts as cached already.
+        """Keep vLLM from caching a block that is loaded in part (that of a window's first token): it skips blocks that it
+        counts as cached.
         """
         for group, first in self._partly(needs):
             num_cached = self._num_cached[group.index]
             num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
 
     def is_loading(self, req_id: str) -> bool:
-        """Whether the workers load a request that has not ended, and have not reported the end of its load."""
         return req_id in self._loading
 
     def _unresolved(self, request: Request) -> HandOff | None:
-        """The request's hand-off, unless it was loaded or declined before. A damaged one, and that of another prompt, is logged
-        and removed. The latter is declined when this request ends, if the one that it is of has not come by then.
+        """The request's hand-off, unless it was loaded or declined. A damaged one, or one of another prompt, is logged and
+        removed. The latter is declined when this request ends, unless it was loaded by then.
         """
         try:
             hand_off, problem = HandOff.of(request.kv_transfer_params), ""
@@ -494,7 +473,7 @@ class SchedulerHalf:
         return hand_off
 
     def _common(self, request: Request, hand_off: HandOff) -> HandOff:
-        """The hand-off of a kept request, cut to what the request has in common with it."""
+        """A kept request's hand-off, cut to the tokens that both requests have."""
         if not hand_off.remote_prompt:  # compared before
             return hand_off
         num_kept = hand_off.remote_num_tokens
@@ -508,9 +487,8 @@ class SchedulerHalf:
         return msgspec.structs.replace(hand_off, **cut)
 
     def _num_loadable(self, request: Request, hand_off: HandOff, num_computed: int) -> int:
-        """The leading prompt tokens whose state can be loaded. A window or a recurrent state is that of one token only.
-
-        Another connector stores all blocks of a request that are full, so it must not see one that is loaded in part.
+        """The leading prompt tokens that can be loaded. A window or a state is that of one token only. Another connector
+        stores all full blocks, so none may be loaded in part.
         """
         common = _num_common(request, hand_off)
         if self._exact and ((hand_off.remote_num_tokens or 0) > common or request.prompt_embeds is not None):
@@ -527,18 +505,17 @@ class SchedulerHalf:
         return 0
 
     def _needs(self, hand_off: HandOff, start: int, stop: int) -> tuple[TokenRange, ...]:
-        """The tokens to load for each group, if vLLM has those before `start`."""
         return tuple(group.needed(start, stop, window_page=hand_off.remote_window_page) for group in self._groups)
 
     def _partly(self, needs: Sequence[TokenRange]) -> list[tuple[Group, int]]:
-        """The groups with a block that is loaded in part, and its first token that is loaded."""
+        """The groups with a block that is loaded in part, and its first loaded token."""
         return [(group, first) for group, (first, _) in zip(self._groups, needs, strict=True) if first % group.block_size]
 
     # -- after each step -----------------------------------------------------------------------------------------------
 
     @guarded(lambda: None)
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Hold the blocks of failed loads until no rank's lease is held: vLLM frees them at once."""
+        """Hold the blocks of failed loads, which vLLM frees at once, while a rank's lease is held."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._leases.update(report.leases)
@@ -568,7 +545,7 @@ class SchedulerHalf:
 
 
 def _prompt_id(request: Request) -> str:
-    """The id of a request, or what it has in common with the other answers to its prompt."""
+    """A request's id, without the number of the answer."""
     several = ONE_OF_SEVERAL.fullmatch(request.request_id)
     return request.request_id if several is None else several[2]
 
@@ -579,24 +556,23 @@ def _is_later_answer(request: Request) -> bool:
 
 
 def _num_common(request: Request, hand_off: HandOff) -> int:
-    """The leading prompt tokens whose state prefill hands over and decode does not compute in any case."""
     most = num_handed_over(request.num_prompt_tokens)
     return most if hand_off.remote_num_tokens is None else min(hand_off.remote_num_tokens, most)
 
 
 def _use(request: Request) -> None:
-    """Its hand-off is used, and with it one that it has besides."""
+    """Mark its hand-offs as used, also `kept`."""
     while (part := HandOff.part(request.kv_transfer_params)) is not None:
         part["do_remote_prefill"] = False
 
 
 def _transfer(hand_off: HandOff) -> Transfer:
-    """A restarted server may hand a request over by the same id."""
+    """With the address, since a restarted server may use an id again."""
     return hand_off.remote_engine_id, hand_off.remote_address, hand_off.remote_request_id, hand_off.remote_attempt
 
 
 def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """The scheduled requests, and the number of tokens that each had before this step."""
+    """The scheduled requests, and how many tokens each had before."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs

@@ -1,7 +1,7 @@
 """What a worker keeps of each transfer.
 
-The tag of a transfer is a weak reference to it: its handle has the tag. A cycle would stay until Python looks through all
-objects of the process, which it does once in thousands of requests where a model server has millions.
+A handle refers to its tag, so the tag is a weak reference to the transfer. A cycle would wait for a collection of all
+objects, which is rare in a model server.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from disagg.requests import Receiver, Sender
 
 @dataclass
 class TransferResults:
-    """The requests whose transfers have ended. Failed receives are among the finished ones.
-
-    vLLM reads the fields of its own `KVConnectorTransferResults`.
-    """
+    """Failed receives are among the finished ones. vLLM reads the fields of its `KVConnectorTransferResults`."""
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
@@ -27,8 +24,8 @@ class TransferResults:
 
 @dataclass(eq=False)
 class Send:
-    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end; of one
-    that `is_kept` the scheduler half does. `lease` is that of a send that has ended: a copy may still read the blocks.
+    """From `finished_s` on its blocks are held until this worker reports the end. `lease` is set once the send has ended: a
+    copy may still read the blocks.
     """
 
     req_id: str
@@ -41,9 +38,7 @@ class Send:
 
 @dataclass(eq=False)
 class Receive:
-    """A request of which this worker loads `num_tokens` tokens, the last of its first `stop`. `prompt` is the digest of these.
-    The server may have ended it meanwhile.
-    """
+    """The last `num_tokens` of the request's first `stop` are loaded. `prompt` is the digest of those `stop`."""
 
     req_id: str
     num_tokens: int

@@ -1,4 +1,4 @@
-"""The half of the connector in each of vLLM's workers: one rank, with a manager over the worker's KV cache."""
+"""The worker half of the connector: one rank, with a manager over the worker's KV cache."""
 
 from __future__ import annotations
 
@@ -54,64 +54,59 @@ from disagg.requests import Sender
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.003
-"""How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits.
+"""How long an idle step waits for a transfer to end: vLLM steps without a pause while a request waits.
 
-With asynchronous scheduling vLLM takes the tokens and the reports of a step only after the next one. So a step that follows one
-that has computed something, or reported the end of a transfer, does not wait.
+With asynchronous scheduling vLLM takes a step's tokens and reports only after the next one. So a step does not wait if the
+one before computed or reported something.
 """
 
 BLOCKED_S = 5.0
-"""How long prefill keeps a request for decode, while decode keeps its blocks for requests that prefill has no blocks for."""
+"""How long prefill and decode may keep blocks that the other needs."""
 
 HEALTH_INTERVAL_S = 1.0
-"""How often a worker looks whether its manager has ended."""
 
 
 class WorkerHalf:
-    """The worker half."""
-
     def __init__(self, config: VllmConfig, kv: KVCacheConfig, options: Options) -> None:
         check_engine(config)
         self._config, self._kv, self._options = config, kv, options
         self._manager: KVManager | None = None
         self._trusted: frozenset[str] = frozenset()
-        """The public keys of other servers, if this one has keys."""
         self._caches: tuple[Cache, ...] = ()
         self._leader: RankAddress | None = None
         self._is_cuda = False
         self._is_written = bool(getattr(kv, "needs_kv_cache_zeroing", False)) or _frees_early(config)
-        """Whether steps that were launched before a load may still write its blocks. vLLM clears some, and by its role
-        gives others away too early. Inside `MultiConnector` that role is not this connector's.
+        """Whether earlier steps may still write a load's blocks: vLLM clears some, and in some roles frees others too early.
+        Inside `MultiConnector` the server's role may be another one.
         """
         self._sends: dict[str, Send] = {}
         self._receives: dict[str, Receive] = {}
         self._results = TransferResults()
         self._read: list[tuple[Send, Lease]] = []
-        """Sends that have failed while a copy still reads their blocks."""
+        """Ended sends of which a copy may still read the blocks."""
         self._ended: Counter[str] = Counter()
-        """Requests that were kept and whose blocks are not read any more."""
+        """Kept requests whose blocks are not read any more."""
         self._may_wait = False
-        """Whether the last step has computed nothing, and reported nothing."""
+        """Whether the last step neither computed nor reported anything."""
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
         self._drained: deque[Receive] = deque()
-        """Loads of requests that the server has ended, whose blocks are not written any more."""
+        """Loads that the server ended, and whose blocks are not written any more."""
         self._stats = TransferStats()
         self._nbytes = 0
         self._transport = ""
         self._health_due_s = 0.0
         self._blocked_since_s = math.inf
         self._scales: dict[str, tuple[float, float]] = {}
-        """Those of K and V of each layer, as peers know them."""
+        """As peers know them."""
         self._refusal = ""
         """Why this rank transfers nothing any more."""
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Describe the worker's KV cache, and start the manager. Rank 0 starts first, since the others need its address.
-
-        Raises `ConfigError` for an engine that cannot be served, and what `KVManager` raises.
+        """Start the manager: rank 0's first, since the others need its address. Raises `ConfigError` for an engine that
+        cannot be served, and what `KVManager` raises.
         """
         tp, pp = get_tp_group(), get_pp_group()
         topology = rank_topology(self._config.parallel_config, tp_rank=tp.rank_in_group, pp_rank=pp.rank_in_group)
@@ -139,7 +134,6 @@ class WorkerHalf:
     def _start(
         self, components: Sequence[Component], topology: Topology, model: ModelId, leader: RankAddress | None
     ) -> RankAddress:
-        """Start the manager of this rank. Returns the address of its instance, if this is rank 0."""
         replica = self._config.parallel_config.data_parallel_index
         listen = self._options.listen_on(rank=topology.rank, dp_rank=replica)
         to_join = None if leader is None else leader.address
@@ -153,20 +147,17 @@ class WorkerHalf:
 
     @property
     def address(self) -> RankAddress | None:
-        """Where peers reach this worker's instance."""
+        """The instance's address."""
         return self._leader
 
     def close(self) -> None:
-        """End every request and the manager."""
         if self._manager is not None:
             self._manager.close()
 
     # -- each step -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: StepMetadata) -> None:
-        """Start this step's loads, and stop what the server has aborted. Decode can reserve a request once it is opened, before
-        it is computed.
-        """
+        """Start this step's loads, and stop aborted requests. Decode can reserve a request once it is opened."""
         self._check_scales()
         for opening in step.openings:
             act = partial(self._give_up, opening.request_id) if self._refusal else partial(self._opened, opening)
@@ -188,9 +179,7 @@ class WorkerHalf:
             self._end_receive(receive, ok=False)
 
     def _check_scales(self) -> None:
-        """End all transfers once vLLM has loaded weights with other scales of K and V: peers would read and convert with those
-        that they know.
-        """
+        """End all transfers once new weights have brought other scales of K and V: peers convert with the old ones."""
         if self._refusal or scales_now(self._config) == self._scales:
             return
         self._refusal = "the scales of K and V have changed with the weights: restart the server"
@@ -202,7 +191,6 @@ class WorkerHalf:
                 transfer.handle.abort(self._refusal)
 
     def save(self, step: StepMetadata) -> None:
-        """Send what this step has computed. On a GPU it is read once the step has run there."""
         ready = _recorded_event() if self._is_cuda and (step.chunks or step.finishes) else None
         for chunk in step.chunks:
             self._attempt(partial(self._send, chunk, ready), chunk.req_id)
@@ -216,7 +204,6 @@ class WorkerHalf:
             self._hold(req_id, is_kept=True)
 
     def results(self, *, idle: bool) -> TransferResults:
-        """The transfers that have ended since the last call."""
         manager = self._running()
         self._end_late_sends()
         self._end_blocking_send(idle=idle)
@@ -245,7 +232,6 @@ class WorkerHalf:
         return results
 
     def report(self) -> WorkerReport | None:
-        """Changes of the leases of failed loads, and kept requests that have ended, if any."""
         while self._released:
             self._leases[self._released.popleft()] -= 1
         leases, self._leases = self._leases, Counter()
@@ -253,7 +239,6 @@ class WorkerHalf:
         return WorkerReport(leases, ended) if leases or ended else None
 
     def take_stats(self) -> TransferStats | None:
-        """The statistics since the last call; `None` if there are none."""
         self._check_health()
         nbytes = self._running().stats.nbytes
         self._stats.count_bytes(nbytes - self._nbytes)
@@ -262,7 +247,7 @@ class WorkerHalf:
         return None if stats.is_empty() else stats
 
     def _check_health(self) -> None:
-        """Report once that the manager has ended. From then on each transfer fails, and vLLM computes every request itself."""
+        """Report once that the manager has ended. Every later transfer fails, and vLLM computes the request."""
         if time.monotonic() < self._health_due_s:
             return
         health = self._running().health()
@@ -282,10 +267,10 @@ class WorkerHalf:
         self._sender(self._opened(finish)).finish(rows, payload=finish.payload, ready=ready)
 
     def _hold(self, req_id: str, *, is_kept: bool = False) -> None:
-        """The blocks of a request are held until its end is reported: by vLLM, or by the scheduler half if it is kept."""
+        """Hold a request's blocks until its end is reported: vLLM does, or the scheduler half if it is kept."""
         send = self._sends.setdefault(req_id, Send(req_id, 0))
         send.is_kept = is_kept
-        if send.handle is None:  # it could not be opened
+        if send.handle is None:
             del self._sends[req_id]
             self._report_end(send)
             return
@@ -293,7 +278,7 @@ class WorkerHalf:
         self._report_read(send)
 
     def _report_read(self, send: Send) -> None:
-        """Report the end of a send once nothing reads its blocks, if somebody waits for that."""
+        """If the blocks of an ended send are held, report its end once nothing reads them."""
         if send.finished_s is not None and send.lease is not None:
             del self._sends[send.req_id]
             self._read.append((send, send.lease))
@@ -306,8 +291,8 @@ class WorkerHalf:
             self._results.finished_sending.add(send.req_id)
 
     def _opened(self, part: Opening | Chunk | Finish) -> Send:
-        """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away. Raises `ConfigError`
-        for a rank that transfers nothing any more.
+        """A new attempt ends the one before, whose blocks vLLM has taken away. Raises `ConfigError` on a rank that transfers
+        nothing.
         """
         if self._refusal:
             raise ConfigError(self._refusal)
@@ -321,15 +306,13 @@ class WorkerHalf:
         return send
 
     def _sender(self, send: Send) -> Sender:
-        """Its handle. Raises `LocalProtocolError` if it could not be opened, or has ended."""
+        """Raises `LocalProtocolError` if it could not be opened, or has ended."""
         if send.handle is None or send.lease is not None:
             raise LocalProtocolError("an earlier part of the request could not be sent")
         return send.handle
 
     def _end_late_sends(self) -> None:
-        """End requests that no decode server has taken in time, since vLLM keeps their blocks. One that still wants a request
-        has longer.
-        """
+        """End requests that no decode server took in time. One that is still wanted has longer."""
         now, options = time.monotonic(), self._options
         for send in self._sends.values():
             if send.finished_s is None or send.handle is None:
@@ -343,8 +326,8 @@ class WorkerHalf:
                 send.handle.abort(reason)
 
     def _end_blocking_send(self, *, idle: bool) -> None:
-        """End one of the requests that wait for decode, if decode waits too: its blocks are reserved for requests that this
-        server cannot compute, since its own blocks have those that decode cannot reserve.
+        """End a request that waits for decode while decode waits too: each server's blocks are held for requests that the
+        other has no blocks for.
         """
         sends = [send for send in self._sends.values() if send.handle is not None and send.lease is None]
         held = [send for send in sends if send.finished_s is not None and send.handle and send.handle.readers is None]
@@ -361,9 +344,7 @@ class WorkerHalf:
                 oldest.handle.abort("decode has reserved other requests, for which prefill needs its blocks")
 
     def _give_up(self, request_id: bytes) -> None:
-        """End a request that this server will not send. vLLM gets its blocks when the end is reported. Decode may wait for one
-        that has not come, or will not be handed over: it is refused.
-        """
+        """End a request that will not be sent. Decode, which may already wait for it, is refused."""
         handles = [send.handle for send in self._sends.values() if send.handle and send.handle.request_id == request_id]
         if not handles:
             handles.append(self._running().sender(request_id, peer=None, deadline_s=None, tag=_untracked))
@@ -395,9 +376,7 @@ class WorkerHalf:
             send.handle.abort(reason)
 
     def _give_back_read(self) -> None:
-        """Report the ends of sends whose blocks are not read any more. What the engine can prove nothing about is reported too:
-        decode takes nothing of it.
-        """
+        """Report the ends of sends whose blocks are not read any more, or are quarantined: decode takes nothing of those."""
         read, self._read = self._read, []
         for send, lease in read:
             if lease.state is LeaseState.HELD:
@@ -429,9 +408,7 @@ class WorkerHalf:
         self._running().want(hand_off.request_id, **self._source(hand_off))
 
     def _source(self, hand_off: HandOff) -> dict[str, Any]:
-        """Which attempt of which server a request is loaded from, for the manager. With keys the server's key must be trusted:
-        a request comes from a client, and may name any address. Raises `ConfigError`.
-        """
+        """With keys only a trusted server is accepted, since a client's request may name any address. Raises `ConfigError`."""
         key = hand_off.remote_public_key
         if self._trusted and key not in self._trusted:
             raise ConfigError(f"prefill server {hand_off.remote_engine_id!r}: expected one of trusted_keys, found {key!r}")
@@ -443,7 +420,7 @@ class WorkerHalf:
         }
 
     def _end_unreachable(self) -> None:
-        """End loads from servers that do not answer. Only one that has answered may take as long as its queue."""
+        """End loads from servers that do not answer. One that has answered may take as long as its queue."""
         limit_s = self._options.load_timeout_s
         for receive in self._receives.values():
             is_late = time.monotonic() > receive.begun_s + limit_s
@@ -453,7 +430,7 @@ class WorkerHalf:
     def _received(self, receive: Receive, event: Event) -> None:
         if not event.ok:
             logger.warning("request %s: its state did not arrive: %s", receive.req_id, event.error)
-            if receive.is_aborted and not event.lease.released:  # vLLM goes on stepping until it is reported
+            if receive.is_aborted and not event.lease.released:  # vLLM steps until it is reported
                 event.lease.on_release(lambda: self._drained.append(receive))
                 return
             if not event.lease.released:
@@ -472,7 +449,7 @@ class WorkerHalf:
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _rows(self, blocks: BlockIds, *, start: int, incremental: bool | None) -> dict[str, Rows]:
-        """The rows of a request: of groups that can be sent chunk by chunk, of the others, or of all (`None`)."""
+        """A request's rows: of incremental groups, of the others, or of all (`None`)."""
         return {
             cache.name: cache.rows(blocks[cache.group.index], start=start)
             for cache in self._caches
@@ -480,9 +457,7 @@ class WorkerHalf:
         }
 
     def _abort(self, req_id: str, *, is_held: bool = False) -> None:
-        """End a request that the server has ended. A load is still reported. A send is forgotten, unless vLLM holds its blocks
-        until its end is reported.
-        """
+        """End a request that the server has ended. A load is still reported; a send only if vLLM holds its blocks."""
         receive = self._receives.get(req_id)
         self._abort_send(req_id, "the server ended the request")
         if is_held:
@@ -494,7 +469,7 @@ class WorkerHalf:
             receive.handle.abort("the server ended the request")
 
     def _attempt(self, act: Callable[[], object], req_id: str) -> bool:
-        """Whether `act` succeeds. What fails is logged, and costs its request the transfer only."""
+        """Whether `act` succeeds. A failure costs only its request the transfer."""
         try:
             act()
         except DisaggError as error:
@@ -511,12 +486,10 @@ class WorkerHalf:
 
 
 def _from_stages(own: Any) -> list[Any]:
-    """What the worker of each pipeline stage gives, in order."""
     return _from_group(get_pp_group(), own)
 
 
 def _from_tp(own: Any) -> list[Any]:
-    """What each tensor-parallel rank of this stage gives, in order."""
     return _from_group(get_tp_group(), own)
 
 
@@ -529,20 +502,18 @@ def _from_group(group: GroupCoordinator, own: Any) -> list[Any]:
 
 
 def _untracked() -> None:
-    """The tag of a transfer that nobody waits for."""
+    """The tag of a transfer whose end is not reported."""
 
 
 def _check_prompt(receive: Receive, event: Event) -> None:
-    """Raise `RemoteProtocolError` if the state that has arrived is of another prompt. Decode may be asked before prefill has
-    told which one it is.
-    """
+    """Decode may ask before prefill has named the prompt. Raises `RemoteProtocolError` for another one."""
     payload = Payload.decode(event.payload)
     payload.check(payload.digest(receive.stop), receive.prompt)
 
 
 def _frees_early(config: VllmConfig) -> bool:
-    """Whether blocks of a request that has ended go to others before the step under way, which still writes them, has ended.
-    vLLM 0.32 keeps them until then, unless the server only produces; 0.23 does not.
+    """Whether an ended request's blocks go to others before the step that still writes them has ended. vLLM 0.32 prevents
+    that, except on servers that only produce.
     """
     overlaps = config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1
     assert config.kv_transfer_config is not None
@@ -551,7 +522,7 @@ def _frees_early(config: VllmConfig) -> bool:
 
 
 def _recorded_event() -> ReadyEvent:
-    """An event on the current stream, after what the step has enqueued."""
+    """After what the step has enqueued on the current stream."""
     event = torch.cuda.Event()
     event.record()
     return event  # type: ignore[no-any-return]
