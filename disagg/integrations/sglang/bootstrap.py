@@ -1,6 +1,6 @@
 """Prefill instances, as bootstrap servers and requests name them.
 
-Clients choose the bootstrap server of a request. Threads ask it, so that no step of the scheduler waits for the network.
+Clients choose a request's bootstrap server. A thread asks it, so that the scheduler hardly waits for the network.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Answer = TypeVar("Answer")
 Fetch = Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]]
 
 TIMEOUT_S = 5.0
-"""How long a server may take for all answers of one lookup."""
+"""For all answers of one lookup."""
 WAIT_S = 0.05
 """How long a step of the scheduler waits for an answer. Most servers answer within milliseconds."""
 PAUSE = 10
-"""After it has waited for some time, this many times as long passes until a step waits again."""
+"""After a wait, so many times its duration passes until a step waits again."""
 ASK_RANKS_AGAIN_S, MAX_ASK_RANKS_AGAIN_S = 0.01, 0.5
-"""How long a server is not asked again for the ranks of the same rooms: this doubles until it gives one."""
+"""The pause before a server is asked for the same rooms' ranks again. It doubles until the server gives one."""
 MAX_NBYTES = 1 << 16
-"""Maximum size of an answer."""
+"""Of an answer."""
 MAX_GROUPS = 1024
 MAX_ASKED = 256
-"""How many servers may be asked before answers that nobody came back for are forgotten, and new servers are not asked."""
+"""So many servers are asked at a time. Then answers that nobody took are dropped, and new servers are not asked."""
 MAX_TOLD = 4096
-"""How many ranks of rooms servers may be told at a time. Others are not told: decode does not find these requests."""
+"""So many ranks of rooms are being told at a time. Decode does not find the requests of others."""
 NO_RANK = -1
-"""The data-parallel rank of a room whose server gives none. No instance has it, so the request fails."""
+"""Stands for the rank of a room whose server gives none. No instance has it, so the request fails."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prefill instance as decode finds it. `group` is the data-parallel group of a request."""
+    """A prefill instance. `group` is the data-parallel group of a request."""
 
     name: str
     address: str
@@ -57,7 +57,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Served:
-    """What a bootstrap server serves: SGLang's description, and where requests of each data-parallel rank go."""
+    """What a bootstrap server serves: SGLang's description, and the instance of each data-parallel rank."""
 
     info: Any
     prefills: Mapping[int, Prefill]
@@ -66,7 +66,7 @@ class Served:
 
 @dataclass
 class Question:
-    """The rooms whose ranks a server was asked for last, and when it may be asked for the same ones again."""
+    """The rooms whose ranks a server was asked for last, and when it may be asked again."""
 
     rooms: frozenset[int]
     pause_s: float = 0.0
@@ -74,7 +74,7 @@ class Question:
 
 
 class BootstrapServers:
-    """The bootstrap servers that are being asked. `current` are those of this process, if it moves state with this backend."""
+    """The bootstrap servers that are being asked. `current` are this process's, if it uses this backend."""
 
     current: ClassVar[BootstrapServers | None] = None
 
@@ -84,12 +84,12 @@ class BootstrapServers:
         self._asked: dict[str, Future[Served]] = {}
         self._asked_ranks: dict[str, Future[dict[str, int]]] = {}
         self._questions: dict[str, Question] = {}
-        self._connector = aiohttp.TCPConnector(limit=0, loop=self._loop)  # keeps the connections of known servers
+        self._connector = aiohttp.TCPConnector(limit=0, loop=self._loop)  # keeps connections
         self._told: set[Future[None]] = set()
         self._wait_at = 0.0
 
     def close(self) -> None:
-        """End the thread. It waits for no answer."""
+        """End the thread, without waiting for answers."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
 
     async def _end(self) -> None:
@@ -97,10 +97,7 @@ class BootstrapServers:
         self._loop.stop()
 
     def ask(self, server: str, *, is_known: bool = False) -> None:
-        """Ask a server, unless it is being asked. `answers` has what it says, perhaps at once.
-
-        Those that have answered before, which `is_known` says, are always asked.
-        """
+        """Ask a server, unless it is being asked. Those that have answered before (`is_known`) are always asked."""
         if server in self._asked:
             return
         if len(self._asked) >= MAX_ASKED:
@@ -109,7 +106,7 @@ class BootstrapServers:
             self._asked[server] = self._start(_fetch, server, "does not name a prefill instance")
 
     def answers(self) -> Iterator[tuple[str, Served | PeerUnreachable]]:
-        """The servers that have answered since the last call, and what they serve, or why they name no instance."""
+        """What servers have answered since the last call."""
         for server in [server for server, answer in self._asked.items() if answer.done()]:
             answer = self._asked.pop(server)
             try:
@@ -118,13 +115,12 @@ class BootstrapServers:
                 yield server, error
 
     def forget_answers(self) -> None:
-        """Drop the answers that nobody has come for."""
         self._asked = {server: answer for server, answer in self._asked.items() if not answer.done()}
         self._asked_ranks = {server: answer for server, answer in self._asked_ranks.items() if not answer.done()}
 
     def room_ranks(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
-        """The data-parallel ranks of rooms, as far as a known server has told them: ask again for the others, in each step.
-        `rooms` are all those that are wanted of it. If it gives no ranks at all, each room has `NO_RANK`.
+        """The data-parallel ranks of rooms that a server has told so far. `rooms` are all those that are wanted; ask in each
+        step. If the server fails, each room has `NO_RANK`.
         """
         answer = self._asked_ranks.get(server)
         if answer is None:
@@ -146,7 +142,7 @@ class BootstrapServers:
         return found
 
     def _may_ask(self, server: str, rooms: Sequence[int]) -> bool:
-        """Whether a server is asked for the ranks of rooms now: there is a new one, or the pause is over."""
+        """Whether there is a new room, or the pause is over."""
         question, now = self._questions.get(server), time.monotonic()
         if question is None or not question.rooms.issuperset(rooms):
             if len(self._questions) >= MAX_ASKED:
@@ -159,7 +155,7 @@ class BootstrapServers:
         return True
 
     def tell_rank(self, server: str, room: int, rank: int) -> None:
-        """Tell a server the data-parallel rank of a room. Does not wait: decode asks until the server knows."""
+        """Tell a server a room's data-parallel rank, without waiting: decode asks until the server knows."""
         if len(self._told) >= MAX_TOLD:
             logger.warning("bootstrap server %s is not told the rank of room %s: others take too long", server, room)
             return
@@ -180,9 +176,7 @@ class BootstrapServers:
 
 
 async def _limited(fetch: Fetch[Answer], server: str, problem: str, connector: aiohttp.BaseConnector | None = None) -> Answer:
-    """What a server answers within `TIMEOUT_S`, however slowly its bytes come. `connector` keeps the connection. Raises
-    `PeerUnreachable`.
-    """
+    """What a server answers within `TIMEOUT_S`, however slowly its bytes come. Raises `PeerUnreachable`."""
     try:
         async with (
             asyncio.timeout(TIMEOUT_S),
@@ -200,14 +194,14 @@ async def _fetch(session: aiohttp.ClientSession) -> Served:
     _check_rank("dp_size - 1", info.dp_size - 1)
     rows = [await _route(session, dp_rank, 0, 0, 0) for dp_rank in range(info.dp_size)]
     addresses = [dialable(control_address(row["rank_ip"], row["rank_port"]), what="rank_ip") for row in rows]
-    # Attention data parallelism: groups of one instance. SGLang's other kind: an instance for each rank.
+    # Attention data parallelism: groups of one instance. SGLang's other kind: an instance per rank.
     groups = [rank if address == addresses[0] else 0 for rank, address in enumerate(addresses)]
     found = (Prefill(name_of(address), address, group) for address, group in zip(addresses, groups, strict=True))
     return Served(info, dict(enumerate(found)))
 
 
 async def _route(session: aiohttp.ClientSession, dp_rank: int, cp_rank: int, tp_rank: int, pp_rank: int) -> dict[str, Any]:
-    """The answer for one rank, or for the instance if all are -1."""
+    """For one rank, or for the instance if all are -1."""
     asked = {
         "prefill_dp_rank": dp_rank,
         "prefill_cp_rank": cp_rank,
@@ -218,14 +212,14 @@ async def _route(session: aiohttp.ClientSession, dp_rank: int, cp_rank: int, tp_
 
 
 async def _fetch_ranks(session: aiohttp.ClientSession, *, rooms: list[int]) -> dict[str, int]:
-    """The data-parallel ranks of rooms. Prefill has perhaps not heard of all of them yet."""
+    """Prefill may not have heard of all rooms yet."""
 
     async def ask() -> dict[str, Any]:
         return await _read(session.post("/query_dp_ranks", json={"bootstrap_rooms": rooms}, allow_redirects=False))
 
     try:
         found = await ask()
-    except aiohttp.ClientConnectionError:  # perhaps of a kept connection that the server has closed
+    except aiohttp.ClientConnectionError:  # the server may have closed a kept connection
         found = await ask()
     ranks = {str(room): found[str(room)] for room in rooms if str(room) in found}
     for room, rank in ranks.items():
@@ -267,14 +261,14 @@ def _check_rank(what: str, rank: Any) -> None:
 
 
 def named(server: str) -> Prefill | None:
-    """The instance in a `bootstrap_host` of the form `NAME@HOST`: another server, whose control address is given."""
+    """The instance in a `bootstrap_host` of the form `NAME@HOST`: a server whose control address is given."""
     name, at, address = server.rpartition("@")
     host, _, port = address.rpartition(":")
     return Prefill(name, control_address(host, port), 0) if at else None
 
 
 def control_address(host: str, port: int | str) -> str:
-    """`tcp://host:port`. SGLang writes IPv6 addresses with and without brackets."""
+    """SGLang writes IPv6 addresses with and without brackets."""
     return f"tcp://{bracketed(host.strip('[]'))}:{port}"
 
 

@@ -13,7 +13,7 @@ from disagg.state.declare import Block
 
 
 class Buffer(NamedTuple):
-    """Memory of `nbytes` from `pointer`, in rows of `row_nbytes`."""
+    """Rows of `row_nbytes`."""
 
     pointer: int
     nbytes: int
@@ -22,7 +22,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleFacts:
-    """Block scales beside K and V: `nbytes` of each per head and `granule` tokens, which follow each other in memory."""
+    """Block scales beside K and V: `nbytes` of each per head and `granule` tokens, contiguous in memory."""
 
     granule: int
     nbytes: tuple[int, int]
@@ -30,7 +30,7 @@ class ScaleFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentScaleFacts:
-    """Block scales beside latents, `nbytes` per token, in `buffers`, which `KVArgs` do not list: one per layer."""
+    """Block scales beside latents, `nbytes` per token. `KVArgs` do not list their `buffers`, one per layer."""
 
     nbytes: int
     buffers: tuple[Buffer, ...]
@@ -38,12 +38,10 @@ class LatentScaleFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PageFacts:
-    """Paged tensors of one pool. `layers` are this rank's, by their numbers in the whole model, in the order of the pool.
+    """Paged tensors of one pool. `layers` are this rank's, by number in the whole model, in the pool's order.
 
-    With `num_kv_heads` there are a K and a V per layer, of `dims` elements per head; these are the model's heads, not this
-    rank's. Without (`None`) there is one latent per layer, of `dims[0]` elements.
-
-    `kv_scales` are those of K and V by layer, if peers may hold the numbers in another dtype; `rounding` as in
+    With `num_kv_heads` (the model's, not this rank's) a layer has a K and a V of `dims` elements per head, else one latent
+    of `dims[0]` elements. `kv_scales` has the scales of K and V if peers may hold them in another dtype; `rounding` is as in
     `disagg.state.declare.Role`.
     """
 
@@ -61,8 +59,8 @@ class PageFacts:
 class SlotFacts:
     """One tensor of recurrent state: one layer, with a slot per request.
 
-    `axes` and `shape` describe a slot on this rank. The axis `sharded` is divided over tensor-parallel ranks, each of `blocks`
-    by itself. `None`: every rank has the same bytes. `component` is that of the tensor: some have other layers.
+    `axes` and `shape` describe a slot on this rank. Tensor-parallel ranks divide the axis `sharded`, each of `blocks` by
+    itself; with `None` all have the same bytes.
     """
 
     role: str
@@ -77,9 +75,8 @@ class SlotFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexFacts:
-    """Index keys of sparse attention: one key per `tokens_per_key` tokens, of `key_dim` elements in FP8 with a 4-byte scale.
-
-    `tail` is the number of tokens in a request's ring of tokens that have no key yet, 0 without one.
+    """Index keys of sparse attention: per `tokens_per_key` tokens `key_dim` elements in FP8 with a 4-byte scale. `tail` is
+    the size in tokens of a request's ring of tokens without a key, or 0.
     """
 
     layers: tuple[int, ...]
@@ -91,8 +88,8 @@ class IndexFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedFacts:
-    """Compressed index keys of QSA: one of `dim` elements per `ratio` tokens, and per request a ring of the keys of the last
-    `ratio` tokens, with their positions, which all layers share. Every rank has all of it.
+    """Compressed index keys of QSA: `dim` elements per `ratio` tokens, and per request a ring of the last `ratio` tokens'
+    keys, with positions that all layers share. Every rank has all of it.
     """
 
     layers: tuple[int, ...]
@@ -104,7 +101,7 @@ class CompressedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RingFacts:
-    """Rows of a window that are addressed by request and position: `row_nbytes` bytes a token, the same on every rank."""
+    """Rows of a window, addressed by request and position: one per token, the same on every rank."""
 
     layers: tuple[int, ...]
     row_nbytes: int
@@ -114,9 +111,9 @@ class RingFacts:
 class DraftFacts:
     """The pool of one draft runner. Its pages have the model's ids.
 
-    `kv` are the pages of full attention, in `buffers`. `window_kv` are those of its sliding layers, in `window_buffers`, with
-    the ids of the model's sliding windows, or those of full attention with `has_full_ids`. `window` is the number of tokens
-    before the next one that they need. `KVArgs` list the index keys of the first runner only.
+    `kv` are pages of full attention. `window_kv` are those of sliding layers, with the ids of the model's windows, or of
+    full attention with `has_full_ids`; they need `window` tokens before the next one. `KVArgs` list only the first runner's
+    index keys.
     """
 
     kv: PageFacts | None = None
@@ -133,13 +130,11 @@ class DraftFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything about one rank's pools that its `KVArgs` lack.
+    """What one rank's `KVArgs` lack.
 
-    `window` is the number of tokens before the next one that the layers of `window_kv` need. `windows` are those of the layers
-    of `kv` to which SGLang applies a window, although their pages have all tokens. With `reuses_pages` decode keeps these pages
-    for later requests, and so needs all tokens of them. `by_layer`: each layer of `kv` is a component of its own.
-
-    `index_k` are index keys of one vector per token.
+    Layers of `window_kv` need `window` tokens before the next one. So do the layers of `kv` in `windows`, although their
+    pages have all tokens. With `reuses_pages` decode keeps these pages for later requests, so it needs all tokens.
+    `by_layer`: each layer of `kv` is a component. `index_k` are index keys of one vector per token.
     """
 
     topology: Topology
@@ -158,11 +153,10 @@ class Facts:
     compressed: CompressedFacts | None = None
 
     def kv_name(self, layer: int) -> str:
-        """The component that has the pages of a layer of `kv`, by the names that all integrations share."""
         kind = "mla" if self.kv is not None and self.kv.num_kv_heads is None else "kv"
         return component_name(kind, layer if self.by_layer else None)
 
 
 def draft_name(number: int, kind: str = "") -> str:
-    """The component that has state of a draft runner: its pages, or another kind of state."""
+    """The component of a draft runner's pages, or of its state of another `kind`."""
     return f"draft{kind and '_'}{kind}{f'.{number}' if number else ''}"

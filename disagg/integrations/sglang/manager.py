@@ -1,4 +1,4 @@
-"""The manager of one SGLang rank: joins SGLang's table of rooms and its bootstrap server with a `KVManager`."""
+"""The manager of one SGLang rank: joins SGLang's tables of rooms and its bootstrap server with a `KVManager`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 ENGINE = f"sglang {sglang.__version__}"
 ASK_AGAIN_S, WATCH_EVERY_S = 0.2, 2.0
-"""How old an answer of a bootstrap server is before a new request asks again, and how often waiting requests do."""
+"""How old a bootstrap server's answer is before a new request asks again, and how often waiting requests ask."""
 MAX_MISSES = 3
-"""After how many answers that did not come an instance is taken for gone, which no connection reaches either."""
+"""After so many failed lookups an instance counts as gone."""
 COLLECT_EVERY_S, COLLECT_PAUSE = 200e-6, 10
-"""The scheduler polls every request in each step. Between two looks at the events at least this time passes, and so many times
-as long as the last look took: with many waiting senders the looks of one step must not take longer than the step.
+"""The scheduler polls every request in each step. Between two collections this time passes, and so many times the last one's
+duration: with many waiting senders they must not take longer than the step.
 """
 MAX_PREFILLS, MAX_HOST = 1024, 300
-"""How many instances that requests name are remembered, and how long the name of a host may be."""
+"""How many instances that requests name are remembered, and how long a host's name may be."""
 
 
 class Owner:
-    """What senders and receivers share: each keeps the reason of its own failure."""
+    """What senders and receivers share."""
 
     bootstrap_room: int
     conclude_state: Any
@@ -59,12 +59,11 @@ class Owner:
 
 
 class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
-    """One rank. `host` is set before SGLang builds it. So is `is_checked`: whether SGLang's option asks for checksums, which
+    """One rank. `host` and `is_checked` are set before SGLang builds it; the latter is SGLang's option for checksums, which
     `DISAGG_VERIFY` overrides.
 
-    The control address of rank 0 stands for the instance. It is what every prefill rank registers with the bootstrap server,
-    and its host and port are the instance's name, so decode needs nothing else to find a prefill instance. Prefill learns
-    about decode from the reservation.
+    Every prefill rank registers rank 0's control address with the bootstrap server. Its host and port are the instance's
+    name, so decode needs nothing else. Prefill learns about decode from the reservation.
     """
 
     supports_deferred_decode_kv_release = True
@@ -88,16 +87,16 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._collect_at = self._watch_at = 0.0
         BootstrapServers.current = self.bootstrap
         if not server_args.log_requests:
-            logging.getLogger("disagg.requests").setLevel(logging.WARNING)  # a line for each takes the scheduler's time
+            logging.getLogger("disagg.requests").setLevel(logging.WARNING)  # a line per request takes the scheduler's time
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.enable_deferred_decode_kv_release = True
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._start()
         else:
-            self.is_dummy_cp_rank = False  # every rank of a context-parallel group has all tokens, and they share the work
+            self.is_dummy_cp_rank = False  # context-parallel ranks have all tokens, and share the work
 
     def _start(self) -> None:
-        """Build the `KVManager` at the port that SGLang has reserved for this rank's control messages."""
+        """Build the `KVManager`, at the port that SGLang has reserved for this rank's control messages."""
         args, host = self.kv_args, self.host
         self._zmq_ctx.destroy(linger=0)
         own = control_address(self.local_ip, self.rank_port)
@@ -128,20 +127,20 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.leader = leader
 
     def register_to_bootstrap(self) -> None:
-        """Register rank 0's control address, on every rank. SGLang calls this on prefill, while it builds the manager."""
+        """Register rank 0's control address, on every rank. SGLang calls this while it builds prefill's manager."""
         self._start()
         self.local_ip, self.rank_port = parse_address(self.leader, what="leader")
         super().register_to_bootstrap()
-        if self.system_dp_size > 1:  # replicas, of which each is attention rank 0: SGLang's sender compares rooms with this
+        if self.system_dp_size > 1:  # replicas: SGLang's sender compares rooms with this
             self.attn_dp_rank = self.system_dp_rank
 
     def teardown(self) -> None:
-        """End this role. SGLang calls it while no request is under way, and then builds the manager of the other role."""
+        """SGLang calls this while no request is under way, then builds the manager of the other role."""
         self.transfers.close()
         self.bootstrap.close()
 
     def check_request(self, request: Any) -> None:
-        """Raises `LocalProtocolError` for a room or an address of prefill over which SGLang's scheduler would end."""
+        """Raise `LocalProtocolError` for a room or prefill address that would end SGLang's scheduler."""
         request_id(request.bootstrap_room)
         host, port = request.bootstrap_host, request.bootstrap_port
         if self.disaggregation_mode == DisaggregationMode.DECODE and not (
@@ -163,7 +162,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return super().check_status_pp_consensus(bootstrap_room)
 
     def collect(self) -> None:
-        """Bring the table of rooms up to date."""
         now = time.monotonic()
         if now < self._collect_at:
             return
@@ -180,8 +178,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._collect_at = end + max(COLLECT_EVERY_S, COLLECT_PAUSE * (end - now))
 
     def collect_created(self) -> None:
-        """`collect`, also shortly after the last time if senders were created since: decode may have reserved already, and the
-        scheduler is about to choose the requests of its next batch.
+        """`collect`, at once if senders were created: decode may have reserved already, and the scheduler is about to choose
+        its next batch.
         """
         if self.has_created:
             _native.yield_gil(always=True)  # to the control thread, which opens their requests
@@ -189,7 +187,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.collect()
 
     def _is_live(self, owner: Any) -> bool:
-        """Whether the scheduler still asks for this sender or receiver."""
         return self.rooms.owns(owner.bootstrap_room, owner)
 
     def fail(self, room: int, error: Exception | str) -> None:
@@ -197,8 +194,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.update_status(room, KVPoll.Failed)
 
     def leave(self, owner: Any) -> bool:
-        """End a sender's or receiver's ownership of its room, and keep the reason of its failure with it. Returns whether it
-        had one: the caller clears SGLang's tables only then.
+        """End the ownership of a room, and keep the failure's reason with the owner. Returns whether it was the owner: only
+        then may SGLang's tables be cleared.
         """
         is_owner = self.rooms.leave(owner.bootstrap_room, owner)
         if is_owner:
@@ -207,21 +204,19 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return is_owner
 
     def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
-        """Fail a retracted request that prefill does not compute again. SGLang calls this in a thread, also after the request
-        has ended, when its room may have another owner.
-        """
+        """SGLang calls this in a thread, perhaps after the request has ended and the room has another owner."""
         if self._is_live(kv_receiver):
             super()._fail_prefill_recompute(kv_receiver, reason)
 
     # -- release of decode's pages -----------------------------------------------------------------------------------
 
     def hold(self, receiver: Any) -> None:
-        """Keep the pages of a failed request until nothing can write there."""
+        """Keep a failed request's pages until nothing can write there."""
         self.held.setdefault(receiver.bootstrap_room, []).append(receiver)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing can write to the pages that failed requests of this room had: of several pipeline stages, on none of
-        them. SGLang's count is not used.
+        """Whether nothing can write to the pages of this room's failed requests, on any pipeline stage. SGLang's count is
+        not used.
         """
         held = self.held.get(bootstrap_room, ())
         return all(each.may_release if self.pp_size > 1 else each.is_drained for each in held)
@@ -232,7 +227,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     # -- prefill instances, as decode finds them ---------------------------------------------------------------------
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether the bootstrap server has described its instance. Layouts are compared by the handshake, not here."""
+        """Whether the instance is described. The handshake compares layouts, not this."""
         if bootstrap_addr in self.prefill_info_table:
             return True
         if named(bootstrap_addr) is not None:
@@ -243,7 +238,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return bootstrap_addr in self.prefill_info_table
 
     def _add_prefill_info(self, bootstrap_addr: str, info: Any) -> None:
-        """If there are too many, forget the one without requests that was named the longest time ago."""
+        """If there are too many, forget the idle one that was named the longest time ago."""
         self._resolve_rank_mapping(info)
         self.prefill_info_table.pop(bootstrap_addr, None)
         self.prefill_info_table[bootstrap_addr] = info
@@ -252,12 +247,12 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             self._serve(idle, None)
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Fill in SGLang's own mapping of ranks, as if there were one rank: the plans decide which rank sends what."""
+        """As if there were one rank: the plans decide which rank sends what."""
         info.target_tp_rank, info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = 0, [0], [0], [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
 
     def _hear(self) -> None:
-        """Take what bootstrap servers have answered. SGLang looks for it once a second."""
+        """Take bootstrap servers' answers. SGLang would look once a second."""
         for server, found in self.bootstrap.answers():
             if isinstance(found, Served):
                 self._misses.pop(server, None)
@@ -270,7 +265,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self._serve(server, None)
 
     def _serve(self, server: str, found: Served | None) -> None:
-        """Take what a bootstrap server says, or `None` if it is gone. Requests of an instance that it does not name any more
+        """Take what a bootstrap server says; `None` if it is gone. Requests of instances that it does not name any more
         fail.
         """
         gone = self._served.pop(server, None)
@@ -286,7 +281,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self.transfers.remove_peer(name)
 
     def locate(self, receiver: Any) -> Prefill:
-        """The instance that serves a receiver's request. Raises `DisaggError` if it is gone, and if there is none."""
+        """The instance that serves a receiver's request. Raises `DisaggError` without one."""
         other = named(receiver.bootstrap_addr)
         if other is not None:
             return other
@@ -304,7 +299,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return found
 
     def decline(self, receiver: Any) -> None:
-        """Tell prefill, if it is known already, that a request is not wanted, for which nothing was reserved."""
+        """Tell prefill, if it is known, that a request without a reservation is not wanted."""
         to = receiver.prefill or named(receiver.bootstrap_addr)
         if to is None:
             return
@@ -316,25 +311,25 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             logger.warning("room %s: %s", receiver.bootstrap_room, error)
 
     def check_prefill(self, server: str) -> None:
-        """Before a new request: have SGLang ask a bootstrap server again, if an instance of it is not ready: it may have been
-        replaced. So may those in answers that came after the last request before this one had ended.
+        """Before a new request: have SGLang ask a bootstrap server again if one of its instances is not ready, since it may
+        have been replaced. If no other request is under way, answers that nobody took are old, and are dropped.
         """
         if len(self.rooms) == 1:
             self.bootstrap.forget_answers()
         info = self.prefill_info_table.pop(server, None)
         if info is not None:
-            self.prefill_info_table[server] = info  # the last one that was named
+            self.prefill_info_table[server] = info  # named last
         served = self._served.get(server)
         if served is not None and time.monotonic() - served.asked_s >= ASK_AGAIN_S and self._is_doubtful(served):
             self.prefill_info_table.pop(server, None)
 
     def _is_doubtful(self, served: Served) -> bool:
-        """Whether one of the instances that are in use is not ready. This rank may never meet the others."""
+        """Whether an instance in use is not ready. This rank may never meet the others."""
         names = {prefill.name for prefill in served.prefills.values()} & self._located
         return any(self.transfers.peer(name).state != "ready" for name in names)
 
     def _watch(self) -> None:
-        """Ask for requests that wait for an instance that is not ready, which may have ended before they met."""
+        """Ask for requests that wait for an instance that is not ready: it may have ended before they met."""
         now = time.monotonic()
         if now < self._watch_at:
             return
@@ -355,4 +350,4 @@ _ONE_RANK: Mapping[str, Any] = {
     "kv_cache_dtype": None,
     "follow_bootstrap_room": True,
 }
-"""What a bootstrap server would say of an instance without one."""
+"""For an instance without a bootstrap server."""

@@ -1,4 +1,4 @@
-"""The entry point `sglang.srt.plugins`: SGLang calls `register` in each of its processes, before it reads its arguments."""
+"""The entry point `sglang.srt.plugins`: SGLang calls `register` in each process before it reads its arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAME = "disagg"
 ANY_VERSION = "SGLANG_DISAGG_ANY_VERSION"
 STAGING = "SGLANG_DISAGG_STAGING_BUFFER"
 APP = "SGLANG_HTTP_SERVER_APP_PATH"
-"""Which application the processes of `--tokenizer-worker-num` import. SGLang loads no plug-ins there."""
+"""The application that the processes of `--tokenizer-worker-num` import. SGLang loads no plug-ins there."""
 
 
 def register() -> None:
     """Make `--disaggregation-transfer-backend disagg` known to this process.
 
-    Raises `ConfigError` for a version of SGLang that was not tested; SGLang logs it and goes on without the backend.
+    Raises `ConfigError` for an untested version of SGLang; SGLang logs it and goes on without the backend.
     """
     import sglang
 
@@ -70,7 +70,7 @@ def register() -> None:
 
 
 def _prepare(options: Any, previous: Callable[[Any], None]) -> None:
-    """SGLang's check of a server's arguments, before its other processes start. They inherit the environment."""
+    """Runs before SGLang's other processes start, which inherit the environment."""
     if _is_ours(options):
         if os.environ.pop(STAGING, None) is not None:
             logger.info("%s: ignored; the backend disagg packs small pieces by itself", STAGING)
@@ -79,7 +79,7 @@ def _prepare(options: Any, previous: Callable[[Any], None]) -> None:
 
 
 def add_member(backends: Any) -> None:
-    """Add a member to SGLang's enumeration of backends, which has no way to do so."""
+    """SGLang has no way to add a backend to its enumeration."""
     member = object.__new__(backends)
     member._name_, member._value_ = NAME.upper(), NAME
     backends._member_map_[member._name_] = member
@@ -88,7 +88,7 @@ def add_member(backends: Any) -> None:
 
 
 def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """`get_kv_class`, which SGLang calls for each class of a transfer backend."""
+    """`get_kv_class`, for each class of a backend."""
     from sglang.srt.disaggregation.utils import KVClassType
 
     if transfer_backend.value != NAME or class_type == KVClassType.KVARGS:
@@ -109,7 +109,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
 
 
 def _init_kv_manager(original: Callable[[Any], Any], queue: Any) -> Any:
-    """The scheduler's queue builds the manager: it also has the pools, which `KVArgs` describe only in part."""
+    """The queue that builds the manager also has the pools, which `KVArgs` describe only in part."""
     if queue.transfer_backend.value != NAME:
         return original(queue)
     from disagg.integrations.sglang.host import host_of
@@ -127,8 +127,8 @@ def _wants_checksums() -> bool:
 
 
 def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
-    """Turn off SGLang's digests of whole pages: the tokens of a request are moved, not what else its last page holds. The
-    manager compares checksums of these tokens instead.
+    """Turn off SGLang's digests of whole pages: only a request's tokens are moved, not the rest of its last page. The
+    manager compares checksums of the tokens instead.
     """
     if queue.transfer_backend.value == NAME and _wants_checksums():
         queue.scheduler.kv_checksum_computer = None
@@ -138,8 +138,8 @@ def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
 
 
 def _dispatch(original: Callable[[Any, Any], None], controller: Any, request: Any) -> None:
-    """SGLang's choice of a data-parallel rank by the room of a request, which ends over one that is no number. The first rank's
-    scheduler refuses that, as it does with one rank.
+    """SGLang's choice of a data-parallel rank would end over a room that is no number. The first rank's scheduler refuses
+    it.
     """
     has_room = isinstance(request.bootstrap_room, int)
     if _is_ours(controller.server_args) and not has_room and request.routed_dp_rank is None:
@@ -155,7 +155,7 @@ def _is_ours(options: Any) -> bool:
 
 
 def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *given: Any, **named: Any) -> Any:
-    """SGLang's release of its memory, or the end of it. Raises `ConfigError` for that of the pools, which stay registered."""
+    """Raise `ConfigError` for a release of the pools, which stay registered."""
     tags = request.tags
     if _is_ours(tokenizer.server_args) and (not tags or "kv_cache" in tags):
         raise ConfigError(
@@ -165,8 +165,8 @@ def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *giv
 
 
 def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *given: Any, **named: Any) -> None:
-    """SGLang's check of a request before it is sent to a scheduler. Both it and the HTTP server would end over a list, which
-    SGLang accepts for one prompt as well. Raises `ConfigError`, which is answered with HTTP status 400.
+    """SGLang accepts lists here for one prompt as well, over which its processes would end. Raises `ConfigError`, which
+    becomes HTTP status 400.
     """
     if _is_ours(tokenizer.server_args):
         for name in ("top_logprobs_num", "logprob_start_len"):
@@ -177,7 +177,7 @@ def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *
 
 
 def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> bool:
-    """The queue asks this first of each request. Returns whether it was refused, with HTTP status 400."""
+    """Whether a request is refused, with HTTP status 400. The queue asks this first."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 
     if queue.transfer_backend.value == NAME:
@@ -208,8 +208,8 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
 
 
 def _collect(queue: Any) -> None:
-    """In each step, after SGLang has created senders. Of several pipeline stages, it asks only the first one for the state of
-    requests that wait for decode; the others must notice by themselves that decode has reserved.
+    """In each step, after SGLang has created senders. SGLang asks only the first pipeline stage about requests that wait for
+    decode; the others must notice the reservation by themselves.
     """
     if queue.transfer_backend.value == NAME:
         queue.kv_manager.collect_created()
@@ -218,13 +218,11 @@ def _collect(queue: Any) -> None:
 def _send_cached(
     original: Callable[..., None], scheduler: Any, request: Any, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
-    """SGLang's sending of a chunk that it has just cached. Pages that the radix cache does not own wait for the next chunk: if
-    another request has cached the same tokens first, SGLang frees them as duplicates, and decode may still be reading them.
+    """SGLang's sending of a chunk that it has just cached. Pages that the radix cache does not own wait for the next chunk:
+    SGLang frees duplicates of what another request cached first, and decode may still be reading them. The last chunk is
+    safe, since nothing of the request is cached until it has ended.
 
-    Of a draft model's keys the last page of a chunk is not owned, of recurrent state all since the last state that was kept.
-    The last chunk is safe: SGLang caches nothing of the request until it has ended.
-
-    With several pipeline stages on a GPU the chunk may still be computed. SGLang waits only before it sends the last one.
+    With several pipeline stages on a GPU the chunk may still be computed: SGLang waits only before it sends the last one.
     """
     queue = scheduler.disagg_prefill_bootstrap_queue
     if queue.transfer_backend.value == NAME and not last_chunk:
@@ -237,8 +235,8 @@ def _send_cached(
 
 
 def _match_prefix(original: Callable[[Any, Any], Any], queue: Any, request: Any) -> Any:
-    """SGLang's search of decode's radix cache. With replaced embeddings the state of the same token ids is another one: nothing
-    is searched for, as SGLang does on prefill.
+    """With replaced embeddings the state of the same token ids differs, so decode's radix cache is not searched. SGLang does
+    so on prefill.
     """
     if queue.transfer_backend.value != NAME or getattr(request, "positional_embed_overrides", None) is None:
         return original(queue, request)
@@ -250,7 +248,6 @@ def _match_prefix(original: Callable[[Any, Any], Any], queue: Any, request: Any)
 
 
 def _ended_ids(original: Callable[[Any], Any], scheduler: Any) -> Any:
-    """Which transfers have ended on decode's pipeline stages so far."""
     if scheduler.disagg_decode_prealloc_queue.transfer_backend.value != NAME:
         return original(scheduler)
     from disagg.integrations.sglang.stages import ended_ids
@@ -259,7 +256,6 @@ def _ended_ids(original: Callable[[Any], Any], scheduler: Any) -> Any:
 
 
 def _release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Any) -> Any:
-    """What each stage does once it knows that."""
     if scheduler.disagg_decode_prealloc_queue.transfer_backend.value != NAME:
         return original(scheduler, ids)
     from disagg.integrations.sglang.stages import release
@@ -268,15 +264,13 @@ def _release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Any) -> A
 
 
 def _prefetch(original: Callable[[Any], None], queue: Any) -> None:
-    """SGLang asks for the ranks of rooms ahead of time, in threads. `_room_ranks` does not wait in any case."""
+    """SGLang asks for ranks of rooms ahead of time, in threads. `_room_ranks` does not wait in any case."""
     if queue.transfer_backend.value != NAME:
         original(queue)
 
 
 def _room_ranks(original: Callable[..., dict[str, int]], server: str, rooms: list[int]) -> dict[str, int]:
-    """SGLang asks a bootstrap server for the data-parallel ranks of rooms, again in each step until it has them. Decode would
-    wait for each answer, and end over one that holds no numbers.
-    """
+    """SGLang would wait for each answer, and end over one that holds no numbers."""
     from disagg.integrations.sglang.bootstrap import BootstrapServers
 
     servers = BootstrapServers.current

@@ -1,7 +1,6 @@
-"""Reads `Facts` from SGLang's pools. Needs no import of SGLang: pools are known by the names of their classes.
+"""Reads `Facts` from SGLang's pools, which are known by the names of their classes. Imports no SGLang.
 
-Only classes whose memory is known are read. Everything else is refused by name, because a wrong guess would damage requests
-without an error.
+Every other class is refused by name: a wrong guess would damage requests without an error.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ KNOWN = (*HEADS, *LATENTS, WINDOWS, MINIMAX, *RECURRENT)
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """The pools of the draft runners, in order, the configuration of their model, the attention TP that they run with, and
-    their sliding window in tokens.
+    """The draft runners' pools in order, their model's configuration, their attention TP, and their sliding window in
+    tokens.
     """
 
     pools: tuple[Any, ...]
@@ -53,10 +52,8 @@ class Drafts:
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
-    """What SGLang's scheduler has: pools, configurations of the model and of its recurrent layers, and the window in tokens.
-
-    `kv_scales` are those of K and V of each layer, if SGLang divides by them. `windows`, `by_layer` and
-    `reuses_pages` are those of `Facts`.
+    """What SGLang's scheduler has. `window` is in tokens. `kv_scales` are each layer's, if SGLang divides K and V by them.
+    `windows`, `by_layer` and `reuses_pages` are those of `Facts`.
     """
 
     kv: Any
@@ -72,7 +69,7 @@ class Pools:
 
 
 def read_facts(pools: Pools, topology: Topology) -> Facts:
-    """The facts of this rank. Raises `ConfigError` that names the pool and its field for memory that is not known."""
+    """This rank's facts. Raises `ConfigError` that names the pool and field of unknown memory."""
     full, layers = _full("token_to_kv_pool", pools.kv)
     found: dict[str, Any] = {
         "device": _device(full),
@@ -97,9 +94,7 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
 
 
 def has_numbers(pool: Any, scales: Mapping[int, tuple[float, float]]) -> bool:
-    """Whether the scales of a server's K and V are in its layouts: `pool` is that of its scheduler. Floats are not that SGLang
-    has divided by scales.
-    """
+    """Whether the scales of K and V are in the layouts. `pool` is the scheduler's. Floats divided by scales have none there."""
     found = getattr(pool, "main_pool", getattr(pool, "full_kv_pool", pool))
     if _name(found) not in HEADS or _name(found) == MXFP8:
         return False
@@ -111,9 +106,7 @@ def _are_one(scales: Mapping[int, tuple[float, float]]) -> bool:
 
 
 def _with_scales(facts: PageFacts | None, scales: Mapping[int, tuple[float, float]], pool: Any) -> PageFacts | None:
-    """With the scales of K and V, if a peer may hold them in another dtype. SGLang divides by a scale in the model's dtype, and
-    rounds once more then: without scales it is torch's own cast.
-    """
+    """SGLang divides by a scale in the model's dtype, which rounds once more. Without scales it is torch's own cast."""
     if facts is None or not has_numbers(pool, scales):
         return facts
     found = {layer: scales.get(layer, (1.0, 1.0)) for layer in facts.layers}
@@ -121,7 +114,7 @@ def _with_scales(facts: PageFacts | None, scales: Mapping[int, tuple[float, floa
 
 
 def _rounding(dtype: Any, device: Any) -> str:
-    """What torch's cast does with numbers that are too large, which depends on the device."""
+    """What torch's cast does with numbers that are too large: it depends on the device."""
     import torch
 
     is_bounded = bool(torch.tensor(1e6, device=device).to(dtype).float().isfinite())
@@ -133,7 +126,7 @@ def _name(pool: Any) -> str:
 
 
 def _drafts(drafts: Drafts, topology: Topology, *, model: Any) -> tuple[DraftFacts, ...]:
-    """The facts of the draft runners' pools. SGLang lists index keys of the first one, if the `model`'s pool is of its kind."""
+    """SGLang lists index keys of the first runner, if its pool is of the `model`'s kind."""
     if drafts.tp != topology.tp:
         raise ConfigError(f"draft model: expected the attention TP of the model, {topology.tp}, found {drafts.tp}")
     found = []
@@ -170,13 +163,13 @@ def _scale_buffers(pool: Any) -> tuple[Buffer, ...]:
 
 
 def _windows(what: str, pool: Any, config: Any, topology: Topology) -> PageFacts | None:
-    """The pages of the sliding layers of an `SWAKVPool`."""
+    """The sliding layers of an `SWAKVPool`."""
     heads = _window_heads(config) if _name(pool.swa_kv_pool) in HEADS else None
     return _pages(what, pool.swa_kv_pool, _by_kind(pool, window=True), config, topology, heads=heads)
 
 
 def _full(what: str, pool: Any) -> tuple[Any, tuple[int, ...]]:
-    """The pool of full attention, and the layers in it by their numbers in the model."""
+    """The pool of full attention, and its layers by number in the model."""
     if _name(pool) == WINDOWS:
         if _name(pool.full_kv_pool) == "DSATokenToKVPool":
             raise ConfigError(
@@ -208,13 +201,13 @@ def _device(pool: Any) -> Device:
 def _pages(
     what: str, pool: Any, layers: tuple[int, ...], config: Any, topology: Topology, *, heads: int | None = None
 ) -> PageFacts | None:
-    """`None` for a pool without layers: models without attention have one, of a single head. `heads` are the KV heads of the
-    whole model, if its `config` has others for these layers.
+    """`None` for a pool without layers, which models without attention have. `heads` are the whole model's KV heads, if
+    `config` has others for these layers.
     """
     if not layers:
         return None
     if _name(pool) == LATENTS_FP4:
-        latent, scale = pool.kv_buffer[0], pool.kv_scale_buffer[0]  # two elements a byte; a byte for 16 elements
+        latent, scale = pool.kv_buffer[0], pool.kv_scale_buffer[0]  # two elements per byte, a scale per 16
         found = tuple(Buffer(each.data_ptr(), each.nbytes, each[0].nbytes * pool.page_size) for each in pool.kv_scale_buffer)
         scales = LatentScaleFacts(nbytes=scale.shape[-1], buffers=found)
         return PageFacts(layers=layers, dtype=_dtype(latent.dtype), dims=(latent.shape[-1],), latent_scales=scales)
@@ -277,7 +270,7 @@ def _dtype(dtype: Any) -> str:
 
 
 def _window_heads(config: Any) -> int:
-    """KV heads of sliding layers in the whole model, which may differ from those of the others."""
+    """KV heads of sliding layers in the whole model."""
     text = config.hf_text_config
     other = getattr(text, "attention_other_setting", None)
     if other is not None:
@@ -294,8 +287,8 @@ def _index(pool: Any, layers: tuple[int, ...]) -> IndexFacts | None:
 
 
 def _slots(mamba: Any, config: Any, topology: Topology) -> tuple[SlotFacts, ...]:
-    """The tensors of recurrent state, in the order in which `KVArgs` list them, with their axes in the order of memory. SGLang
-    lists the PLE state of Qwen4-Exp with them: its n-gram context is of no layer.
+    """Tensors of recurrent state, in the order of `KVArgs`, each with its axes in the order of memory. SGLang lists
+    Qwen4-Exp's PLE state with them: its n-gram context is of no layer.
     """
     found = []
     for role, tensor, axis, layer in mamba._iter_transfer_state_entries():
@@ -329,7 +322,7 @@ def _slots(mamba: Any, config: Any, topology: Topology) -> tuple[SlotFacts, ...]
 
 
 def _slot_axes(role: str, num_axes: int, sharded: int | None, *, grouped: bool) -> tuple[str, ...]:
-    """Names of a slot's axes. SGLang's own order is `channel width`, in Kimi's models `width channel`."""
+    """SGLang's order is `channel width`, in Kimi's models `width channel`."""
     if role == "conv" and num_axes == 2:
         return ("channel", "width") if sharded == 0 else ("width", "channel")
     if num_axes == 3:
@@ -338,7 +331,7 @@ def _slot_axes(role: str, num_axes: int, sharded: int | None, *, grouped: bool) 
 
 
 def _conv_blocks(config: Any, what: str) -> tuple[Block, ...]:
-    """The blocks of a convolution's channels in the whole model, each divided over ranks by itself."""
+    """The blocks of a convolution's channels in the whole model. Ranks divide each block by itself."""
     shape = config.mamba2_cache_params.shape if config is not None else None
     if shape is None:
         raise ConfigError(f"{what}: expected a configuration of recurrent layers, found none")

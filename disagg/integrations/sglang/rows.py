@@ -1,7 +1,7 @@
-"""SGLang's lists of pages and state indices as rows, and as the tokens that decode needs.
+"""SGLang's lists of pages and state indices as rows, and the tokens that decode needs.
 
-SGLang's lists carry no positions. Those of windows and index keys end at the last page of the request; so do ring rows at its
-last token. The number of tokens therefore says where a list starts.
+The lists carry no positions. Lists of windows and index keys end at the request's last page, ring rows at its last token, so
+the number of tokens says where a list starts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from disagg.state.window import ring_rows
 
 
 def request_id(room: Any) -> bytes:
-    """The request id of a room. Raises `LocalProtocolError` for what cannot be a room: clients may give anything.
-
-    SGLang writes the room into metadata buffers, where 0 means that nothing was written. From 2**63 on its scheduler ends.
+    """Raises `LocalProtocolError` for what cannot be a room: clients may give anything. In SGLang's metadata buffers 0 means
+    that nothing was written, and from 2**63 on its scheduler ends.
     """
     if not isinstance(room, int) or not 1 <= room < 2**63:
         raise LocalProtocolError(f"bootstrap_room: expected an integer from 1 to 2**63 - 1, found {room!r:.80}")
@@ -28,7 +27,7 @@ def request_id(room: Any) -> bytes:
 
 
 def to_the_end(ids: Any, num_tokens: int, *, page_size: int) -> Pages:
-    """Pages of which the last has the last of `num_tokens` tokens. Raises `LayoutError` for more pages than these fill."""
+    """Pages that end with the last of `num_tokens` tokens. Raises `LayoutError` if there are too many."""
     listed = np.asarray(ids).reshape(-1)
     first_page = -(-num_tokens // page_size) - len(listed)
     if first_page < 0:
@@ -40,10 +39,8 @@ def to_the_end(ids: Any, num_tokens: int, *, page_size: int) -> Pages:
 def state_rows(
     kinds: Sequence[Any], lists: Sequence[Any] | None, *, num_tokens: int, prefix: int = 0, page_size: int, facts: Facts
 ) -> dict[str, Rows]:
-    """The rows of one request's state, by component, from one list for each of `kinds`. Decode has the first `prefix` tokens:
-    some lists have pages for them, which other requests may share.
-
-    Raises `LayoutError` if a list is missing, or cannot belong to a request of `num_tokens` tokens.
+    """A request's rows by component, from one list for each of `kinds`. Some lists have pages for decode's first `prefix`
+    tokens, which other requests may share. Raises `LayoutError` for a list that is missing or cannot be the request's.
     """
     if len(kinds) != len(lists or ()):
         raise LayoutError(f"state lists: expected {len(kinds)}, one for each kind of state, found {len(lists or ())}")
@@ -74,15 +71,15 @@ _COMPONENTS = {
     "block_scale": ("kv_scales",),
     "block_scale_swa": ("window_scales",),
     "minimax_index_k": ("index_k",),
-    "minimax_dense_kv": (),  # these layers are in the pages of full attention, too
+    "minimax_dense_kv": (),  # also in the pages of full attention
     "qsa_compressed": ("compressed",),
     "qsa_pending": ("pending", "positions"),
 }
-"""The components of the model for each of SGLang's kinds of state. Those of "mamba" are in the facts."""
+"""The model's components for each of SGLang's kinds of state. Those of "mamba" are in the facts."""
 
 
 def _components(kind: str, facts: Facts) -> list[str]:
-    """The components of a kind of state, of the model and of its draft runners."""
+    """Of the model and of its draft runners."""
     if kind == "mamba":
         return list(dict.fromkeys(slot.component for slot in facts.slots))
     found = list(_COMPONENTS[kind])
@@ -101,7 +98,7 @@ def _components(kind: str, facts: Facts) -> list[str]:
 
 
 def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Facts) -> dict[str, TokenRange]:
-    """The tokens `[start, stop)` that decode needs of each component of pages, if it has the first `prefix` tokens."""
+    """The tokens that decode needs of each component of pages, if it has the first `prefix` tokens."""
     found: dict[str, TokenRange] = {}
     is_partial = facts.by_layer and not facts.reuses_pages
     windows = {facts.kv_name(layer): window for layer, window in facts.windows.items()} if is_partial else {}
@@ -121,14 +118,14 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
             start = each.first_token  # a ring is never a prefix
         elif name in tails:
             start = num_tokens - num_tokens % tails[name].tokens_per_key
-        if name in scales:  # a block counts whole, as soon as it has one token
+        if name in scales:  # a block is needed whole
             start, stop = start // scales[name] * scales[name], -(-stop // scales[name]) * scales[name]
         found[name] = (min(start, stop), stop)
     return found
 
 
 def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
-    """The pages of full attention from `first_token` on: the model's, and those of its draft layers, which share the ids."""
+    """The pages of full attention: the model's, and those of draft layers, which share the ids."""
     pages = Pages(np.asarray(ids).reshape(-1), first_token=first_token)
     names = [facts.kv_name(layer) for layer in facts.kv.layers] if facts.kv is not None else []
     for number, draft in enumerate(facts.drafts):
@@ -138,7 +135,7 @@ def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
 
 
 def _without(pages: Pages, num_tokens: int, *, page_size: int) -> Pages:
-    """The pages that come after the first `num_tokens` tokens."""
+    """The pages after the first `num_tokens` tokens."""
     num = max(num_tokens - pages.first_token, 0) // page_size
     return Pages(pages.ids[num:], first_token=pages.first_token + num * page_size)
 
@@ -152,7 +149,7 @@ def _scales(facts: Facts) -> dict[str, int]:
 
 
 def _tails(facts: Facts) -> dict[str, IndexFacts]:
-    """The index keys that have rings of tokens without a key, by the names of these rings."""
+    """Index keys that have rings of tokens without a key, by the rings' names."""
     draft = facts.drafts[0].index if facts.drafts else None
     found = {"index_tail": facts.index, draft_name(0, "index_tail"): draft}
     return {name: index for name, index in found.items() if index is not None and index.tail}
