@@ -1,4 +1,4 @@
-"""Which weights a LoRA adapter has, as both servers of a request can tell: a digest of its files."""
+"""Which weights a LoRA adapter has, in a form that servers can compare: a digest of its files."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", ("*.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""The files of an adapter: its configuration, and the weights in the first of these forms that it has."""
+"""An adapter's weights are in the first of these forms that it has."""
 SMALL_NBYTES = 16 << 20
-"""Adapters up to this size are read at once, larger ones by a thread: the server goes on meanwhile."""
+"""A thread reads larger adapters, so that the server goes on meanwhile."""
 NUM_ADAPTERS = 4096
 
 
 class Adapters:
-    """The digests of the adapters that requests use, by path: each is read once, when it is first used.
-
-    Its files must not change while it is loaded, which the servers' own prefix caches require as well.
+    """Digests of adapters by path, read once, when first used. Files must not change while loaded, which servers' prefix
+    caches require as well.
     """
 
     def __init__(self) -> None:
         self._found: OrderedDict[Hashable, Future[str]] = OrderedDict()
 
     def digest(self, path: str, *, loaded: Hashable, may_change: bool = False) -> Future[str]:
-        """The digest of the adapter at `path`. `loaded` is what the server names it by, new each time it is loaded, unless the
-        server reads it again in place (`may_change`).
-
-        An adapter that cannot be read gets a digest that no other one has, so its requests are not handed over.
+        """`loaded` is the server's name of the adapter, new at each load, unless it may be read again in place
+        (`may_change`). An unreadable adapter gets a unique digest, so its requests are not handed over.
         """
         key = path, loaded, _version(path) if may_change else None
         found = self._found.get(key)
@@ -58,14 +55,14 @@ class Adapters:
 
 
 def adapter_files(path: str) -> tuple[Path, ...]:
-    """The files of the adapter at `path`, a folder or a repository in the local cache. Raises `OSError` if there are none."""
+    """Of a folder or a repository in the local cache. Raises `OSError` if there are none."""
     try:
         folder = Path(path).expanduser()
         if not folder.is_dir():
             from huggingface_hub import snapshot_download
 
             folder = Path(snapshot_download(path, local_files_only=True))
-    except (RuntimeError, ValueError) as error:  # no such user; a name that cannot be; not in the cache
+    except (RuntimeError, ValueError) as error:  # no such user; an invalid name; not in the cache
         raise OSError(str(error)) from error
     weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), None)
     if weights is None or not (folder / CONFIG).is_file():
@@ -74,7 +71,7 @@ def adapter_files(path: str) -> tuple[Path, ...]:
 
 
 def _version(path: str) -> tuple[tuple[int, int], ...]:
-    """When the files of the adapter at `path` were changed, and their sizes."""
+    """Times and sizes."""
     try:
         return tuple((stat.st_mtime_ns, stat.st_size) for stat in (file.stat() for file in adapter_files(path)))
     except OSError:

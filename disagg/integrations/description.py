@@ -1,10 +1,9 @@
-"""A model's description in a normal form: the fields of its `config.json` that shape the state of a request.
+"""A model's description in a normal form: the fields of its `config.json` that shape a request's state.
 
-Fields that do not matter are listed (`shaping`). Fields that are spelled in several ways have one form. Every other field
-counts, also one that nobody knows. Rotary embeddings, some defaults and what the command line overrides are read from the
-configuration that the server has loaded, since servers apply an override in different ways.
-
-A description is a list of words `name=value` without spaces. Peers that differ name the words that only one of them has.
+`shaping` lists fields that do not matter; alternative spellings have one form; every other field counts, even an unknown
+one. Rotary embeddings, some defaults and overrides come from the configuration that the server has loaded, since servers
+apply overrides differently. A description consists of words `name=value`. Peers that differ name the words that only one
+has.
 """
 
 from __future__ import annotations
@@ -19,23 +18,21 @@ from disagg.integrations.shaping import DEFAULTED, IGNORED, LAYOUT, PATTERN, ROT
 from disagg.models import from_config
 
 MAX_VALUE = 64
-"""A value of more characters is given by its digest."""
+"""A longer value is given by its digest."""
 MAX_WORDS = 2800
-"""In a description of more characters nested objects are given by their digests, and if that is not enough, everything is."""
+"""In a longer description (in characters) nested objects are given by digests; if that is not enough, everything is."""
 
 _KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention"})
-"""Kinds of layers that all leave a state, by transformers' names."""
+"""Layers that all leave a state, by transformers' names."""
 _ALIKE = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
-"""Names of the same kind of rotary embedding in files and servers."""
+"""Names of the same rotary embedding in files and servers."""
 _HAS_LENGTH = ("llama3", "yarn")
-"""Kinds that are made from `original_max_position_embeddings`, if that is given, and not from `max_position_embeddings`."""
+"""Made from `original_max_position_embeddings` if given, not from `max_position_embeddings`."""
 
 
 def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loaded: Any, text: Any) -> tuple[str, ...]:
-    """The words of a model, in order.
-
-    `config` is the `config.json`; `overridden` has the fields that the command line sets; `loaded` is the server's
-    configuration of the model, and `text` that of its text model.
+    """The words of a model. `config` is its `config.json`; `overridden` are fields that the command line sets; `loaded` is
+    the server's configuration, `text` that of its text model.
     """
     merged = {**config, **_overrides(config, overridden, loaded)}
     layers = _layers(merged, text)
@@ -48,13 +45,13 @@ def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loade
 
 
 def described_overrides(overridden: Mapping[str, Any], loaded: Any) -> tuple[str, ...]:
-    """The words of what the command line sets, for a model that is not described otherwise."""
+    """What the command line sets, for a model that is not described otherwise."""
     fields = _overrides({}, overridden, loaded)
     return words({key: value for key, value in fields.items() if not is_ignored(key) and key not in ROTARY | LAYOUT})
 
 
 def rotary(text: Any, *, long_rope: str) -> tuple[str, ...]:
-    """The words of the rotary embeddings in the loaded configuration of a text model. `long_rope` is added to a `longrope`."""
+    """Rotary embeddings as loaded. `long_rope` is added to a `longrope`."""
     given = getattr(text, "rope_parameters", None)
     if given is None:  # before version 5 of transformers
         given = {"rope_theta": getattr(text, "rope_theta", None), **(getattr(text, "rope_scaling", None) or {})}
@@ -64,7 +61,7 @@ def rotary(text: Any, *, long_rope: str) -> tuple[str, ...]:
 
 
 def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str) -> dict[str, Any]:
-    """One embedding: known names, without defaults, and with the length that it is made from."""
+    """Known names, without defaults, and with the length from which the embedding is made."""
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = _ALIKE.get(kind, kind)
     found = {name: value for name, value in given.items() if name not in ("type", "rope_type") and value is not None}
@@ -80,11 +77,11 @@ def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str) 
 
 
 def _overrides(config: Mapping[str, Any], overridden: Mapping[str, Any], loaded: Any) -> dict[str, Any]:
-    """The values that the server has for the fields that the command line sets. Those of a part keep its others in `config`."""
+    """The server's values of the fields that the command line sets. An overridden part keeps its other fields."""
     found: dict[str, Any] = {}
     for key, given in overridden.items():
         value, section = getattr(loaded, key, None), config.get(key)
-        if isinstance(given, Mapping) and hasattr(value, "to_dict"):  # the configuration of a part of the model
+        if isinstance(given, Mapping) and hasattr(value, "to_dict"):  # a part of the model
             own = section if isinstance(section, Mapping) else {}
             found[key] = {**own, **{name: getattr(value, name, None) for name in given}}
         else:
@@ -95,8 +92,8 @@ def _overrides(config: Mapping[str, Any], overridden: Mapping[str, Any], loaded:
 def _fields(
     values: Mapping[str, Any], loaded: Any, *, texts: tuple[Any, ...], compared: frozenset[str]
 ) -> Iterator[tuple[str, Any]]:
-    """The fields that count. `loaded` is the server's object of the same part of the model. In the parts `texts` those of
-    `compared` are compared in another way.
+    """The fields that count. `loaded` is the server's object of the same part. In `texts` the fields `compared` are left
+    out: they are compared in another way.
     """
     left_out = compared if any(loaded is text for text in texts) else frozenset()
     defaults = {key: getattr(loaded, key) for key in DEFAULTED if hasattr(loaded, key)}
@@ -109,13 +106,13 @@ def _fields(
 
 
 def is_ignored(key: str) -> bool:
-    """Whether a field of this name shapes no state: one of the list, the id of a token, or a rate of dropout."""
+    """Whether a field shapes no state: one of the list, a token's id, or a rate of dropout."""
     return key in IGNORED or key.endswith(("_token_id", "_token_ids", "_token_index", "dropout"))
 
 
 def _layers(config: Mapping[str, Any], text: Any) -> dict[str, str] | None:
-    """The layers of each kind of state, however the file says it. `None` for a model that this library does not know, and for
-    one with layers of other kinds, which may have no state.
+    """The layers of each kind of state. `None` for an unknown model, or one with other kinds of layers, which may have no
+    state.
     """
     if not _KINDS.issuperset(getattr(text, "layer_types", None) or ()):
         return None
@@ -127,7 +124,7 @@ def _layers(config: Mapping[str, Any], text: Any) -> dict[str, str] | None:
 
 
 def words(fields: Mapping[str, Any], *, nested: bool = True, prefix: str = "") -> tuple[str, ...]:
-    """Fields as words, in order. Without `nested` an object within them is one word."""
+    """Sorted. Without `nested` an object is one word."""
     found: list[str] = []
     for key, value in sorted(fields.items()):
         if isinstance(value, Mapping) and nested:
@@ -139,7 +136,7 @@ def words(fields: Mapping[str, Any], *, nested: bool = True, prefix: str = "") -
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges: `0-2,5`."""
+    """For example `0-2,5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:
@@ -150,12 +147,12 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def digest(text: str) -> str:
-    """A name of a text: 64 bits of SHA-256 in hexadecimal."""
+    """64 bits of SHA-256 in hexadecimal."""
     return "#" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """A value in which a whole number is an integer, however it was written."""
+    """Whole numbers become integers, however they were written."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):

@@ -1,8 +1,7 @@
-"""What prefill tells decode about a request besides its state, whichever servers the two are.
+"""What prefill tells decode about a request besides its state, for every pair of servers: the payload of `Sender.finish`.
 
-It travels as the payload of `Sender.finish`. vLLM's decode computes the last prompt token itself, and reads only `prompt`.
-SGLang's decode starts from prefill's first token: another SGLang gives it with its own rows, any other server with
-`first_token`.
+vLLM's decode computes the last prompt token, and reads only `prompt`. SGLang's decode starts from prefill's first token,
+which another SGLang gives with its own rows, any other server as `first_token`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from disagg.core.errors import RemoteProtocolError
 
 VERSION = 1
 BEGINNING = 64
-"""Tokens between two beginnings whose digests a server gives of a request that it keeps."""
+"""Tokens between two beginnings whose digests are given for a kept request."""
 MAX_BEGINNINGS = 4000
-"""How many of them fit into a payload."""
+"""So many fit into a payload."""
 DIGEST_NBYTES = 16
 OTHER_PROMPT = (
     "expected the state of this request's prompt, found that of other tokens, adapter weights, salt, items or embeddings"
@@ -27,10 +26,10 @@ OTHER_PROMPT = (
 
 
 def prompt_digest(token_ids: Iterable[int], beside: Iterable[tuple[str, str]] = ()) -> str:
-    """A name of a prompt: 128 bits of BLAKE2b, in hexadecimal. A request with another digest cannot use its state.
+    """128 bits of BLAKE2b in hexadecimal. A request with another digest cannot use the state.
 
-    `beside` is what shapes the state besides the tokens, or keeps others from using it, as kinds and values: `"adapter"` (the
-    digest of its weights), `"salt"`, `"item"` (an image, for example), `"embeddings"`. An engine may have kinds of its own.
+    `beside` has what else shapes the state, or keeps others from using it, as kinds and values: `"adapter"` (the digest of
+    its weights), `"salt"`, `"item"` (such as an image), `"embeddings"`, or an engine's own kinds.
     """
     tokens = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=DIGEST_NBYTES)
     return _digest(tokens.digest(), beside)
@@ -39,8 +38,8 @@ def prompt_digest(token_ids: Iterable[int], beside: Iterable[tuple[str, str]] = 
 def beginnings(
     token_ids: Sequence[int], beside: Callable[[int], Iterable[tuple[str, str]]] = lambda _: ()
 ) -> Iterator[tuple[int, str]]:
-    """The `prompt_digest` of the first 64 tokens, of the first 128 and so on, each with its number of tokens. `beside` gives
-    what `prompt_digest` takes, for a number of tokens.
+    """The `prompt_digest` of the first 64 tokens, the first 128 and so on, each with its number of tokens, for which
+    `beside` is called.
     """
     tokens = hashlib.blake2b(digest_size=DIGEST_NBYTES)
     for stop in range(BEGINNING, len(token_ids) + 1, BEGINNING):
@@ -85,7 +84,7 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
         return found.hex() or self.prompt
 
     def check(self, found: str, expected: str) -> None:
-        """Compare one of this payload's digests with that of decode's request. Raises `RemoteProtocolError`."""
+        """Compare a digest of this payload with decode's. Raises `RemoteProtocolError`."""
         if not found:
             raise RemoteProtocolError(f"payload: expected the digest of a prompt, found none from {self.engine}")
         if found != expected:
@@ -93,7 +92,7 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Payload:
-        """Raises `RemoteProtocolError` if `data` is no payload of this version."""
+        """Raises `RemoteProtocolError`."""
         try:
             payload = msgspec.msgpack.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

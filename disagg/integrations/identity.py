@@ -1,4 +1,4 @@
-"""What two servers must agree on although they were written apart: the model's identity, and the names of components."""
+"""What servers must agree on: the model's identity, and the names of components."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from disagg.models import from_config
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The `config.json` at `path`, which is the file or its folder. Raises `ConfigError` if it cannot be read."""
+    """`path` is the `config.json` or its folder. Raises `ConfigError`."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -28,11 +28,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """What a server keeps in memory, as far as neither its configuration nor a layout shows it. Each integration declares its
-    own.
-
-    `keys`: K before or after its rotary embedding, which has the style of the model's code in transformers. `kv_heads`: in the
-    order of the checkpoint, or another. `first_position`: that of the first prompt token.
+    """What neither a server's configuration nor a layout shows. `keys`: K before or after its rotary embedding, in the style
+    of the model's code in transformers. `kv_heads`: whether in the checkpoint's order. `first_position`: the first prompt
+    token's.
     """
 
     keys: Literal["rotated", "plain"]
@@ -45,10 +43,8 @@ class Conventions:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a server has its model from.
-
-    `config` is the `config.json`, or what the server has made of a model without one. `overridden` are the fields that the
-    command line sets, with their values; `loaded` is the server's configuration, and `text` that of its text model.
+    """A server's model. `config` is its `config.json`, or what the server has made of a model without one. `overridden` are
+    the fields that the command line sets; `loaded` is the server's configuration, `text` that of its text model.
     """
 
     config: Mapping[str, Any]
@@ -59,11 +55,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What a server computes with, as its own layers say.
-
-    `windows`: how many tokens before the next one each layer with a sliding window attends to. `kv_scales`: by what K and V of
-    a layer are multiplied in an FP8 cache; empty for any other cache. `long_rope`: which factors of a `longrope` embedding the
-    server takes. `options`: those of its options that change states, if they are set.
+    """What a server's own layers compute with. `windows`: how many tokens before the next one each layer with a window
+    attends to. `kv_scales`: by what quantized K and V of a layer are multiplied. `long_rope`: the factors of a `longrope`.
+    `options`: those that change states, if set.
     """
 
     windows: Mapping[int, int]
@@ -86,10 +80,8 @@ class Applied:
 
 
 def model_id(source: Source, applied: Applied, conventions: Conventions, *, name: str | None) -> ModelId:
-    """The identity of a server's model: its type, and what shapes the state of a request, in words.
-
-    `name` is the setting `model`. It replaces the type and the `config.json`. What the command line sets and what the server
-    computes with are compared in any case. Weights are not: two models of the same shape have the same identity.
+    """The identity of a server's model. The setting `model` (`name`) replaces its type and `config.json`. Overrides and what
+    the server computes with are always compared, weights never.
     """
     if name is None:
         name = str(source.config.get("model_type", ""))
@@ -101,9 +93,8 @@ def model_id(source: Source, applied: Applied, conventions: Conventions, *, name
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether the model has layers with a sliding window, by its `config.json`. A server may not apply it.
-
-    False also for a model that `disagg.models` does not know.
+    """Whether layers have a sliding window by `config.json`, even if the server does not apply it. False for an unknown
+    model.
     """
     try:
         states = from_config(config, name=str(config.get("model_type", "")), kv_dtype="bfloat16").states
@@ -113,10 +104,8 @@ def has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def component_name(kind: str, layer: int | None) -> str:
-    """The name of a component. `kind` is `"kv"`, `"mla"` or `"ssm"`.
-
-    A model whose layers all keep the same kind of state for all tokens has one component (`layer` is `None`). Any other model
-    has one for each layer: servers group its layers differently, and each group has page ids of its own. Which of the two it is
-    follows from `config.json` (`has_windows`), so that all servers name alike, whatever they apply.
+    """A model whose layers all keep the same kind of state for all tokens has one component (`layer` is `None`). Any other
+    has one per layer, since each server groups layers differently, with page ids per group. `has_windows` decides from
+    `config.json`, so that all servers use the same names.
     """
     return kind if layer is None else f"{kind}.{layer}"

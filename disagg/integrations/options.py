@@ -18,8 +18,6 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class ServerConfig(Config, frozen=True, kw_only=True):
-    """The settings of one rank of a server."""
-
     model: Annotated[
         str | None,
         meaning("The model's identity, the same on both sides, instead of its type and the description in its config.json."),
@@ -63,14 +61,12 @@ class Options(ServerConfig, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, engine_id: str) -> Options:
-        """The settings of an engine, from `kv_connector_extra_config` and variables `DISAGG_*`."""
+        """From `kv_connector_extra_config` and variables `DISAGG_*`."""
         return cls.load(environ=os.environ, **{"name": engine_id, **extra})
 
     def rank_settings(self, *, listen: str, leader: str | None, dp_rank: int = 0) -> dict[str, Any]:
-        """The keyword arguments of one rank's `KVManager`. Only rank 0 of a data-parallel replica serves metrics, at the
-        configured port plus the replica's number.
-
-        A rank admits peers that nobody configured: with keys those whose key is known, else whoever reaches it.
+        """The arguments of one rank's `KVManager`. Only a data-parallel replica's rank 0 serves metrics, at the port plus
+        the replica's number. Peers need no configuration: with keys the known ones are admitted, else everyone.
         """
         metrics_port = self.metrics_port if leader is None else None
         if metrics_port:
@@ -86,10 +82,7 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         }
 
     def listen_on(self, *, rank: int, dp_rank: int) -> str:
-        """The control address of one rank of a data-parallel replica.
-
-        Only rank 0 has the configured port, plus the replica's number; other ranks take any free port.
-        """
+        """Only rank 0 of a data-parallel replica has the configured port, plus the replica's number."""
         host, port = parse_address(self.listen, what="listen")
         shown = "*" if is_wildcard(host) else bracketed(host)
         return f"tcp://{shown}:{port + dp_rank if port and rank == 0 else 0}"

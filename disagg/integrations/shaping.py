@@ -1,8 +1,7 @@
-"""What shapes the state of a request, for vLLM and SGLang: every field of a model's `config.json` that is treated in a special
-way, and every option of a server, with what compares it, what refuses it, or why it does not matter.
+"""What shapes a request's state, for vLLM and SGLang: each special field of a model's `config.json` and each option of a
+server, with what compares or refuses it, or why it does not matter.
 
-`description` reads the fields of models from here, the documentation shows all of it, and tests in the environments of both
-servers fail for an option that is in no row.
+`description` reads the fields of models, the documentation shows all rows, and tests fail for an option without one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 
 class Verdict(enum.Enum):
-    """What becomes of two servers that differ in an option."""
+    """What happens if two servers differ in an option."""
 
     COMPARED = "compared when two servers meet"
     REQUEST = "compared for each request"
@@ -35,7 +34,6 @@ def _row(verdict: Verdict, how: str, names: str) -> Row:
 
 
 def names(rows: Iterable[Row]) -> tuple[str, ...]:
-    """The options in `rows`."""
     return tuple(name for row in rows for name in row.names)
 
 
@@ -79,7 +77,7 @@ _IGNORED = (
 )
 # fmt: on
 MODEL = (_ROTARY, _PATTERN, _LAYOUT, _DTYPES, _DEFAULTED, *_IGNORED)
-"""Fields of `config.json`. All others are compared as they are, without ids of tokens and rates of dropout."""
+"""All other fields are compared as they are, except token ids and rates of dropout."""
 
 ROTARY, PATTERN, LAYOUT, DEFAULTED = (frozenset(row.names) for row in (_ROTARY, _PATTERN, _LAYOUT, _DEFAULTED))
 IGNORED = frozenset(names((_DTYPES, *_IGNORED)))
@@ -217,7 +215,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
         _row(_NONE, _WHERE, "disable_eagle_block_drop disable_lookahead_block_hashes"),
     ),
 }
-"""The fields of vLLM's configurations, by their class."""
+"""By the class of vLLM's configuration."""
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------
 
@@ -373,5 +371,5 @@ SGLANG: tuple[Row, ...] = (
         export_metrics_to_file_dir stat_loggers debug_tensor_dump_output_folder debug_tensor_dump_layers
         msprobe_dump_config"""),
 )
-"""The fields of SGLang's `ServerArgs`."""
+"""Fields of `ServerArgs`."""
 # fmt: on

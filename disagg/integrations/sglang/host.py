@@ -1,4 +1,4 @@
-"""What the manager asks of the SGLang process that it lives in: pools, the ranks of its instance, the lengths of requests."""
+"""What the manager needs of its SGLang process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ from disagg.layout.agreement import ModelId
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
-    `from_leader` returns what rank 0 of the instance gives. `request` returns the request of a receiver, and `prompt` what
-    shapes a request's state. `write_first_token(index, token, room)` gives decode's scheduler the first token of a request,
-    without a log-probability. `check_metadata(index, room)` checks the rows that prefill has given. `check_scales` raises
-    `LocalProtocolError` if K and V have other scales than in the layouts. `launched` returns an event after what the GPU
-    computes now: it may still write pages that SGLang has freed, and that peers get next. `unread` are addresses of metadata
-    buffers that the scheduler does not read.
+    """One SGLang rank. `gather` returns what every pipeline stage gives, in order, and `from_leader` what the instance's
+    rank 0 gives. `request` returns a receiver's request. `write_first_token(index, token, room)` gives decode's scheduler a
+    first token without a log-probability. `check_metadata(index, room)` checks prefill's rows. `check_scales` raises
+    `LocalProtocolError` for scales of K and V other than in the layouts. `launched` returns an event after the GPU's current
+    work, which may still write freed pages. `unread` are addresses of metadata buffers that the scheduler does not read.
     """
 
     model: ModelId
@@ -50,10 +48,8 @@ class Host:
 
 
 def host_of(queue: Any) -> Host:
-    """The host of a scheduler's `PrefillBootstrapQueue` or `DecodePreallocQueue`.
-
-    Decode keeps the pages of a failed request until disagg says that nothing can write there: SGLang's own 30 seconds would
-    prove nothing. Raises `ConfigError` for an option of SGLang that is not supported.
+    """The host of a `PrefillBootstrapQueue` or `DecodePreallocQueue`. Decode keeps a failed request's pages until nothing
+    can write there: SGLang's own 30 seconds would prove nothing. Raises `ConfigError` for an unsupported option.
     """
     from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
@@ -70,7 +66,6 @@ def host_of(queue: Any) -> Host:
 
 
 def describe(queue: Any, *, reuses_pages: bool) -> Host:
-    """What a scheduler's queue says of its process. `reuses_pages` is that of `Facts`."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.runtime_context import get_parallel
 
@@ -88,7 +83,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
         kv_scales=scales,
-        # Without this size some attention backends ignore that of a layer.
+        # Without this size some backends ignore a layer's.
         windows=windows(runner.model) if runner.sliding_window_size is not None else {},
         by_layer=has_windows(source.config),
         reuses_pages=reuses_pages,
@@ -112,7 +107,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
 
     def launched() -> ReadyEvent | None:
         if not (scheduler.enable_overlap or parallel.pp_size > 1) or torch.device(queue.token_to_kv_pool.device).type != "cuda":
-            return None  # each pass has ended when its results are looked at
+            return None  # nothing runs when SGLang looks at results
         if scheduler.forward_stream.query():
             return None  # no pass is under way
         event = torch.cuda.Event()
@@ -142,7 +137,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
 
 
 def drafts_of(scheduler: Any) -> Drafts | None:
-    """The draft runners of a scheduler, which one without a draft model does not have, nor one of an earlier pipeline stage."""
+    """A scheduler's draft runners. Without a draft model, and on earlier pipeline stages, there are none."""
     worker = scheduler.draft_worker
     if worker is None or worker.primary_draft_kv_pool is None:
         return None
@@ -158,9 +153,7 @@ def drafts_of(scheduler: Any) -> Drafts | None:
 
 
 def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
-    """Raise `ConfigError` for an option that is not supported, with its name. `parallel` and `features` are those of SGLang's
-    context.
-    """
+    """Raise `ConfigError` for an unsupported option. `parallel` and `features` come from SGLang's context."""
     options = scheduler.server_args
     refused = {
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
@@ -180,7 +173,7 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
 
 
 def check_buffers(rows: Any) -> None:
-    """Raise `ConfigError` if SGLang's `MetadataBuffers` are not in host memory, where they are read and written."""
+    """Raise `ConfigError` if SGLang's `MetadataBuffers` are not in host memory."""
     device = rows.output_ids.device
     if device.type != "cpu":
         raise ConfigError(
@@ -189,10 +182,9 @@ def check_buffers(rows: Any) -> None:
 
 
 def check_windows(queue: Any) -> None:
-    """Raise `ConfigError` where SGLang's radix cache would have tokens of a window that nobody fills: with pages of one token
-    it allocates windows for whole prompts, and does not note which of them have arrived. Decode's pages of
-    a window begin up to a page before its first token, and are filled from that token on. Decode knows that; servers that read
-    the pages from a storage do not.
+    """Raise `ConfigError` where decode's radix cache would have unfilled tokens of a window. With pages of one token SGLang
+    allocates windows for whole prompts, without noting which tokens arrive. Other pages are filled from the window's first
+    token on: decode knows that, but servers that read the pages from a storage do not.
     """
     scheduler = queue.scheduler
     if not scheduler.tp_worker.is_hybrid_swa:

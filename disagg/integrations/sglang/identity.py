@@ -11,13 +11,11 @@ from disagg.integrations.identity import Applied, Conventions, Source, model_id,
 from disagg.layout.agreement import ModelId
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
-"""SGLang's."""
 
 
 def read_source(config: Any, file: str | None, *, name: str | None) -> Source:
-    """The model of SGLang's `ModelConfig`. `file` is its `config.json`, if it is not in the model's folder.
-
-    Without the setting `name` it must have one: raises `ConfigError` if it has not.
+    """The model of SGLang's `ModelConfig`. `file` is its `config.json`, if not in the model's folder. Raises `ConfigError`
+    without one, unless `name` is set.
     """
     try:
         found = read_config(file or _config_file(config.model_path, config.revision))
@@ -29,7 +27,6 @@ def read_source(config: Any, file: str | None, *, name: str | None) -> Source:
 
 
 def _config_file(path: str, revision: str | None) -> Path:
-    """The model's `config.json`, in its folder or in the cache of downloaded models."""
     place = Path(path)
     if place.exists():
         return (place if place.is_dir() else place.parent) / "config.json"
@@ -47,9 +44,8 @@ def identify(
     from_stages: Callable[[Any], list[Any]],
     scales: Mapping[int, tuple[float, ...]],
 ) -> ModelId:
-    """The identity of the model that SGLang's `runner` has loaded. Every rank calls this: `from_stages` gathers from the
-    pipeline stages. `hooks` are those that the command line adds to the model, and `scales` those of this stage's K and V that
-    are not in the layouts.
+    """The identity of the model in `runner`. Every rank calls this; `from_stages` gathers from the pipeline stages. `hooks`
+    are those that the command line adds, `scales` this stage's that are not in the layouts.
     """
     found: dict[int, int] = {}
     all_scales: dict[int, tuple[float, ...]] = {}
@@ -62,9 +58,8 @@ def identify(
 
 
 def windows(model: Any) -> dict[int, int]:
-    """The layers of a loaded model that attend to a window, and how many tokens before the next one that is.
-
-    `config.json` does not tell: several models of SGLang ignore its window.
+    """How many tokens before the next one each layer with a window attends to. Several models of SGLang ignore
+    `config.json`'s window.
     """
     found: dict[int, set[int]] = {}
     for layer in attention_layers(model):
@@ -73,8 +68,8 @@ def windows(model: Any) -> dict[int, int]:
 
 
 def kv_scales(runner: Any, layers: Iterable[Any]) -> dict[int, tuple[float, float]]:
-    """The scales by which SGLang divides K and V of each of the `attention_layers` of `runner`, 1 by default. It does so if the
-    cache has another dtype than the model. Floats that it divides by 1 in all layers have none.
+    """By what SGLang divides each layer's K and V, which it does if the cache's dtype is not the model's. Floats that are
+    all divided by 1 have none.
     """
     if runner.kv_cache_dtype == runner.dtype:
         return {}
@@ -84,7 +79,7 @@ def kv_scales(runner: Any, layers: Iterable[Any]) -> dict[int, tuple[float, floa
 
 
 def check_scales(runner: Any, layers: Iterable[Any], expected: Mapping[int, tuple[float, float]]) -> None:
-    """Raise `LocalProtocolError` if new weights have brought other `kv_scales` than those of the start, which layouts have."""
+    """Raise `LocalProtocolError` if new weights have brought other scales than the layouts have."""
     found = kv_scales(runner, layers)
     if found != expected:
         layer = min(layer for layer in found.keys() | expected.keys() if found.get(layer) != expected.get(layer))

@@ -1,7 +1,7 @@
 """SGLang's `KVArgs` and `Facts` as components.
 
-`KVArgs` list addresses, lengths and sizes of rows: K of all layers, then V, then draft layers; and the same for each kind of
-state in `state_types`. Every size is compared with the facts, so that a misread layout is an error and not damage.
+`KVArgs` list addresses, lengths and row sizes: K of all layers, then V, then draft layers; likewise for each kind in
+`state_types`. Every size is compared with the facts, so a misread layout raises an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ SUPPORTED = (
     *("mamba", "swa", "swa_ring", "dsa", "dsa_tail", "block_scale", "block_scale_swa", "minimax_index_k", "minimax_dense_kv"),
     *("qsa_pending", "qsa_compressed"),
 )
-"""The values of `state_types` that can be moved."""
 
 
 class KVArgs(Protocol):
@@ -43,7 +42,7 @@ class KVArgs(Protocol):
 
 @dataclass(frozen=True)
 class _Entry:
-    """One buffer: `nbytes` from `pointer`, in rows of `row_nbytes`. `what` names where it was found."""
+    """One buffer. `what` names where it was found."""
 
     what: str
     pointer: int
@@ -51,17 +50,15 @@ class _Entry:
     row_nbytes: int
 
     def rows(self, expected_nbytes: int) -> int:
-        """The number of rows. Raises `ConfigError` if a row is not of that size."""
+        """Raises `ConfigError` if a row has another size."""
         if self.row_nbytes != expected_nbytes:
             raise ConfigError(f"{self.what}: expected {expected_nbytes} bytes a row, found {self.row_nbytes}")
         return self.nbytes // self.row_nbytes
 
 
 def components(kv_args: KVArgs, own: Facts) -> list[Component]:
-    """The components of one rank, with the layers of its own pipeline stage.
-
-    Raises `ConfigError` that names the field of `KVArgs` for a kind of state that cannot be moved, and where sizes contradict
-    the facts.
+    """The components of one rank. Raises `ConfigError` that names the field of `KVArgs` for an unsupported kind of state,
+    and where sizes contradict the facts.
     """
     states = _state_entries(kv_args)
     num_draft = kv_args.num_draft_entries
@@ -89,9 +86,8 @@ def _entries(what: str, pointers: Sequence[int], lengths: Sequence[int], rows: S
 
 
 def _state_entries(kv_args: KVArgs) -> dict[str, list[_Entry]]:
-    """The buffers of each kind of state, without the empty ones: layers that use another layer's index keys have such.
-
-    Raises `ConfigError` for a kind that is not supported, or that comes twice.
+    """The buffers of each kind of state, without the empty ones of layers that use another layer's index keys. Raises
+    `ConfigError` for an unsupported kind, or one that comes twice.
     """
     found: dict[str, list[_Entry]] = {}
     for i, kind in enumerate(kv_args.state_types):
@@ -109,7 +105,7 @@ def _check_count(name: str, entries: Sequence[_Entry], expected: int) -> None:
 
 
 def _kv(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component | None]:
-    """The pages of full attention: one component, or one for each layer of a model with several kinds of layers."""
+    """One component, or one per layer (`by_layer`)."""
     if not own.by_layer:
         return [_pages(own.kv_name(0), own.kv, entries, page_size, own)]
     layers = own.kv.layers if own.kv is not None else ()
@@ -162,7 +158,7 @@ def _pages(
 
 
 def _drafts(own: Facts, page_size: int) -> Iterator[Component | None]:
-    """Pages of draft runners. Each is optional: a peer may have no draft model, or fewer layers of one."""
+    """All optional: a peer may have no draft model, or fewer layers of one."""
     for number, draft in enumerate(own.drafts):
         for describe, kind, pages, buffers in (
             (_pages, "", draft.kv, draft.buffers),
@@ -178,7 +174,7 @@ def _drafts(own: Facts, page_size: int) -> Iterator[Component | None]:
 def _scales(
     name: str, facts: PageFacts | None, entries: Sequence[_Entry], page_size: int, rank: Facts, *, optional: bool = False
 ) -> Component | None:
-    """Block scales of K and V: a component of its own, since the scale of a block is there as soon as its first token is."""
+    """Block scales of K and V: a component of its own, since a block's scale exists as soon as its first token does."""
     if facts is None or facts.scales is None or facts.num_kv_heads is None:
         _check_count(name, entries, 0)
         return None
@@ -195,8 +191,8 @@ def _scales(
 
 
 def _compressed(own: Facts, entries: Sequence[_Entry], pending: Sequence[_Entry], page_size: int) -> Iterator[Component]:
-    """Compressed keys, and the rings of what is not compressed yet: those of all layers, then their positions. The draft's
-    follow the model's.
+    """Compressed keys, and rings of uncompressed ones: those of all layers, then their positions. The draft's follow the
+    model's.
     """
     keys, rings = list(entries), list(pending)
     drafts = [("draft_", own.drafts[0].compressed)] if own.drafts else []
@@ -223,7 +219,6 @@ def _compressed(own: Facts, entries: Sequence[_Entry], pending: Sequence[_Entry]
 
 
 def _whole_slots(name: str, role: str, tensors: Mapping[int, RawTensor], *, topology: Topology, optional: bool) -> Component:
-    """A slot per request, the same on every rank."""
     sample = next(iter(tensors.values()))
     inner = {"ring": whole(sample.shape[1]), "dim": whole(sample.shape[2])}
     roles = (Role(name=role, axes="slot ring dim", inner=inner, dtype=sample.dtype),)
@@ -267,12 +262,11 @@ def _slot_role(slot: SlotFacts) -> Role:
 
 
 def _indices(own: Facts) -> list[tuple[str, IndexFacts | None]]:
-    """The index keys of the model, and of its first draft runner, in the order of `KVArgs`."""
+    """In the order of `KVArgs`: the model's, then its first draft runner's."""
     return [("index", own.index), (draft_name(0, "index"), own.drafts[0].index if own.drafts else None)]
 
 
 def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component]:
-    """Index keys of the model, and of its draft layers."""
     rest, found = list(entries), []
     for name, facts in _indices(own):
         num = len(facts.layers) if facts is not None else 0
@@ -297,7 +291,7 @@ def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Compon
 
 
 def _index_tails(own: Facts, entries: Sequence[_Entry]) -> list[Component]:
-    """The rings of tokens that have no index key yet: all keys, then all scores, of the model and then of its draft layers."""
+    """Rings of tokens without an index key: all keys, then all scores, of the model and then of its draft layers."""
     rest, found = list(entries), []
     for name, facts in _indices(own):
         if facts is None or not facts.tail:
@@ -321,7 +315,6 @@ def _index_tails(own: Facts, entries: Sequence[_Entry]) -> list[Component]:
 
 
 def _ring(facts: RingFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:
-    """Rows of one token each, addressed by request and position."""
     _check_count("ring", entries, len(facts.layers) if facts is not None else 0)
     if facts is None:
         return None

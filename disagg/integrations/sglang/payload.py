@@ -1,7 +1,5 @@
-"""SGLang's metadata buffers, which prefill hands over with a request's state.
-
-They are about a dozen small rows in host memory: the first token, its log-probabilities, hidden states for drafts, and the
-request's room, which is how decode's scheduler sees that they are written.
+"""SGLang's metadata buffers, which prefill hands over with a request's state: about a dozen small rows in host memory, such
+as the first token, its log-probabilities and hidden states. Decode's scheduler waits for the room in them.
 """
 
 from __future__ import annotations
@@ -17,24 +15,21 @@ from disagg.core.errors import RemoteProtocolError
 
 @dataclass(frozen=True)
 class MetadataBuffers:
-    """SGLang's metadata buffers of this rank, as `KVArgs` describe them: addresses, and bytes per request.
-
-    `unread` are the addresses of those that this server does not read: rows for them are dropped.
-    """
+    """The buffers that `KVArgs` describe: addresses, and bytes per request. Rows for the addresses in `unread` are dropped."""
 
     pointers: Sequence[int]
     row_nbytes: Sequence[int]
     unread: Collection[int] = ()
 
     def read(self, index: int) -> tuple[bytes, ...]:
-        """The rows of request `index`, in order, without the zeros at their ends."""
+        """The rows of request `index`, without trailing zeros."""
         return tuple(
             ctypes.string_at(pointer + index * nbytes, nbytes).rstrip(b"\0")
             for pointer, nbytes in zip(self.pointers, self.row_nbytes, strict=True)
         )
 
     def write(self, index: int, rows: Sequence[bytes]) -> None:
-        """Write the rows of request `index`. Raises `RemoteProtocolError`, with nothing written, if they do not fit."""
+        """Raises `RemoteProtocolError`, with nothing written, if the rows do not fit."""
         if len(rows) != len(self.pointers):
             raise RemoteProtocolError(
                 f"payload: expected {len(self.pointers)} metadata buffers, found {len(rows)}; an option that adds "
@@ -51,21 +46,21 @@ class MetadataBuffers:
 
 
 def write_first_token(rows: Any, index: int, token: int, *, room: int, vocabulary: int) -> None:
-    """Give decode's scheduler the first token of a request, in SGLang's own `MetadataBuffers`. Raises `RemoteProtocolError`
-    for one that the model does not have: its scheduler would end over it.
+    """Write another server's first token into SGLang's own `MetadataBuffers`. Raises `RemoteProtocolError` for one outside
+    the vocabulary, over which decode's scheduler would end.
     """
     if not 0 <= token < vocabulary:
         raise RemoteProtocolError(f"payload: first_token: expected 0 to {vocabulary - 1}, found {token}")
     rows.cached_tokens[index] = 0
     for name in ("output_token_logprobs", "output_top_logprobs"):
-        getattr(rows, f"{name}_val")[index] = math.nan  # not known here; answered as null
+        getattr(rows, f"{name}_val")[index] = math.nan  # unknown; answered as null
         getattr(rows, f"{name}_idx")[index] = token
     for draft in (rows.output_topk_p, rows.output_topk_index, rows.output_hidden_states):
         draft[index] = 0
     mask = [getattr(rows, f"output_token_sampling_{name}", None) for name in ("mask_len", "mask_idx", "logprobs")]
     for given in mask:
         if given is not None:
-            given[index] = 0  # not known here
+            given[index] = 0
     seeds = getattr(rows, "output_dsa_topk_indices", None)  # SGLang 0.5.16 has none
     if seeds is not None:
         seeds[index] = -1  # SGLang's value for no seed
@@ -74,8 +69,8 @@ def write_first_token(rows: Any, index: int, token: int, *, room: int, vocabular
 
 
 def check_metadata(rows: Any, index: int, *, room: int, vocabulary: int) -> None:
-    """Raise `RemoteProtocolError` if what another SGLang has given, in SGLang's own `MetadataBuffers`, is not of this room, or
-    has token ids or numbers of them over which decode's scheduler would end.
+    """Raise `RemoteProtocolError` if another SGLang's rows are of another room, or have token ids or counts over which
+    decode's scheduler would end.
     """
     given = int(rows.bootstrap_room[index, 0])
     if given != room:

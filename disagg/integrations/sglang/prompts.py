@@ -1,4 +1,4 @@
-"""What shapes the state of an SGLang request: what its radix cache keys are made of, as another server can compare it."""
+"""What shapes an SGLang request's state: what its radix cache keys consist of, in a form that other servers can compare."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from disagg.integrations.handoff import prompt_digest
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The prompt of one request. In `token_ids` an image, or another item, has ids that SGLang makes from its hash.
-
-    `embeddings` are rows for the tokens, if they came in place of ids, and `replaced` rows for some tokens: SGLang's
-    `PositionalEmbeds`. `namespace` is the caller's `extra_key`.
+    """In `token_ids` images and other items have ids that SGLang makes from their hashes. `embeddings` are rows in place of
+    ids, `replaced` SGLang's `PositionalEmbeds`. `namespace` is the caller's `extra_key`.
     """
 
     token_ids: Sequence[int]
@@ -38,7 +36,7 @@ class Prompt:
         return len(self.token_ids)
 
     def digest(self, num_tokens: int) -> str:
-        """The `prompt_digest` of the first tokens. Waits until the adapter's files have been read."""
+        """Waits until the adapter's files have been read."""
         return prompt_digest(self.token_ids[:num_tokens], self._beside(num_tokens))
 
     def _beside(self, num_tokens: int) -> Iterator[tuple[str, str]]:
@@ -55,9 +53,9 @@ class Prompt:
 
 
 def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
-    """The prompt of SGLang's request. `paths` are its references to adapters (`LoRARef`), by their ids."""
+    """`paths` are SGLang's `LoRARef` by adapter id."""
     token_ids = request.origin_input_ids
-    if getattr(request, "pd_rebootstrap_in_progress", False):  # retracted: prefill computes its output tokens as well
+    if getattr(request, "pd_rebootstrap_in_progress", False):  # retracted: prefill also computes its output
         token_ids = array("q", [*token_ids, *request.output_ids])
     namespace, adapter = (request.extra_key or "").partition("|elastic_ep_size=")[0], None
     if request.lora_id is not None:
@@ -75,16 +73,15 @@ def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
 
 
 def check_unmoved_room(request: Any) -> None:
-    """Raise `LocalProtocolError` for the room of a request whose state is not moved, if SGLang's 64 bits do not hold it."""
+    """Raise `LocalProtocolError` for a room that SGLang's 64 bits do not hold, if the state is not moved."""
     room = request.bootstrap_room
     if room is not None and not (isinstance(room, int) and 0 <= room < 1 << 63):
         raise LocalProtocolError(f"bootstrap_room: expected 0 to {(1 << 63) - 1}, found {room!r:.80}")
 
 
 def check_tokens(request: Any, vocabulary: int) -> None:
-    """Raise `LocalProtocolError` for token ids that the model does not have: the scheduler would end over them.
-
-    In a request with images or other items, their places have ids that SGLang makes from hashes.
+    """Raise `LocalProtocolError` for token ids outside the vocabulary, over which the scheduler would end. Images and other
+    items have such ids.
     """
     if request.multimodal_inputs is not None or request.input_embeds is not None:
         return
@@ -94,16 +91,14 @@ def check_tokens(request: Any, vocabulary: int) -> None:
 
 
 def check_logprobs(request: Any, limit: int) -> None:
-    """Raise `LocalProtocolError` for a number of log-probabilities of each token that SGLang does not hand over: its scheduler
-    would end.
-    """
+    """Raise `LocalProtocolError` for more log-probabilities per token than SGLang hands over: its scheduler would end."""
     found = request.logprob.top_logprobs_num if request.return_logprob else 0
     if not (isinstance(found, int) and 0 <= found <= limit):
         raise LocalProtocolError(f"top_logprobs_num: expected 0 to {limit}, found {found!r:.80}")
 
 
 def _rows_digest(rows: Any) -> str:
-    """Of embeddings, as 32-bit floats; never the same twice for rows that are still in another process's GPU memory."""
+    """Never the same twice for rows in another process's GPU memory."""
     if not isinstance(rows, (torch.Tensor, list)):
         return secrets.token_hex(16)
     values = torch.as_tensor(rows, dtype=torch.float32).cpu().contiguous().numpy()

@@ -20,11 +20,11 @@ from disagg.protocol.types import Event
 from disagg.requests import Receiver
 
 FAILURES = (DisaggError, RuntimeError, ValueError)
-"""These end one request, not the scheduler: this library's errors, and those that NumPy and PyTorch raise for a peer's data."""
+"""These end one request, not the scheduler. NumPy and PyTorch raise some of them for a peer's data."""
 
 
 class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
-    """Reserves the pages of a room at the instance that the bootstrap server names."""
+    """Reserves a room's pages at the instance that the bootstrap server names."""
 
     handle: Receiver | None = None
     prefill: Prefill | None = None
@@ -32,7 +32,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
     aux_index: int | None = None
     declined = False
     may_release = False
-    """Whether nothing can write to the pages on any pipeline stage, as the stages have agreed."""
+    """Whether the pipeline stages have agreed that nothing can write to the pages."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         key = mgr.rooms.enter(bootstrap_room, self)
@@ -45,7 +45,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         self.attempt = mgr.rooms.next_attempt(bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
-        """SGLang's `init`: find the instance. `bootstrap_infos` must not be empty once it is found."""
+        """SGLang's `init`, for which `bootstrap_infos` must not be empty once the instance is found."""
         try:
             self.prefill = self.kv_mgr.locate(self)
         except DisaggError as error:
@@ -108,7 +108,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _take(self, payload: Payload) -> None:
-        """Write what decode's scheduler reads of prefill: SGLang's own rows, or another server's first token."""
+        """Write what decode's scheduler reads: SGLang's own rows, or another server's first token."""
         num_tokens = self.prompt.num_tokens
         if payload.num_tokens != num_tokens:
             raise RemoteProtocolError(f"prompt: expected {num_tokens} tokens, found {payload.num_tokens} on prefill")
@@ -127,8 +127,8 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         return self.handle is None or self.handle.lease.released
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """End the request, here and on prefill. If it has pages, SGLang then waits for `is_abort_release_safe`: also on a rank
-        that could not reserve them, since others may have, and all must release theirs together.
+        """End the request, here and on prefill. If it has pages, SGLang then waits for `is_abort_release_safe`, even on
+        ranks that could not reserve: all must release together.
         """
         if self.aux_index is not None:
             super().ensure_abort_notified(force_arm=force_arm)

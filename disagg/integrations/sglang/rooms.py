@@ -1,8 +1,8 @@
 """Who owns a bootstrap room.
 
-SGLang keeps the status of a request, and why it failed, in tables by room. Clients choose rooms, and SGLang gives all samples
-of a request with `n` above 1 the same one. So a room has one owner at a time, a sender or a receiver, until SGLang clears it.
-Any other one gets a key of its own in those tables, under which it fails.
+SGLang keeps a request's status in tables by room. Clients choose rooms, and all samples of a request (`n` above 1) get the
+same one. So a room has one sender or receiver as owner, until SGLang clears it. Any other gets a key of its own, under which
+it fails.
 """
 
 from __future__ import annotations
@@ -12,36 +12,33 @@ from collections import OrderedDict
 from typing import Any
 
 NUM_ROOMS = 1 << 16
-"""How many rooms are remembered, for the number of their attempts."""
+"""So many rooms' attempts are remembered."""
 
 
 class Rooms:
-    """The owners of one rank's rooms."""
-
     def __init__(self) -> None:
         self._owners: dict[int, Any] = {}
         self._attempts: OrderedDict[int, int] = OrderedDict()
         self._keys = itertools.count(-1, -1)
 
     def enter(self, room: int, owner: Any) -> int:
-        """The key of `owner` in SGLang's tables: the room, or a negative number if another one owns the room."""
+        """The key of `owner` in SGLang's tables: the room, or a negative number if it is taken."""
         key = room if room not in self._owners else next(self._keys)
         self._owners[key] = owner
         return key
 
     def owns(self, key: int, owner: Any) -> bool:
-        """Whether SGLang still asks for `owner`, which entered with this key."""
         return self._owners.get(key) is owner
 
     def leave(self, key: int, owner: Any) -> bool:
-        """End the ownership. Returns whether there was one."""
+        """Returns whether `owner` was the owner."""
         if not self.owns(key, owner):
             return False
         del self._owners[key]
         return True
 
     def next_attempt(self, room: int) -> int:
-        """How often this room was used before. All ranks of a group create the receivers of a room in the same order."""
+        """How often this room was used before. All ranks of a group create its receivers in the same order."""
         attempt = self._attempts[room] = self._attempts.pop(room, -1) + 1
         if len(self._attempts) > NUM_ROOMS:
             self._attempts.popitem(last=False)
@@ -52,7 +49,6 @@ class Rooms:
 
 
 def taken(room: int | None) -> str:
-    """Why a request fails whose room has an owner."""
     return (
         f"bootstrap_room {room}: another request with this room is under way; give each request a room of its own, and ask for "
         "several answers to a prompt (n above 1) in separate requests"

@@ -21,9 +21,8 @@ from disagg.requests import Sender
 
 
 class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
-    """Serves whichever decode instance reserves the room. The request waits in `Bootstrapping` until all its ranks have.
-
-    `prompt` is set once SGLang has created it.
+    """Serves whichever decode instance reserves the room. The request stays in `Bootstrapping` until all its ranks have.
+    `prompt` is set once SGLang has created the sender.
     """
 
     handle: Sender | None = None
@@ -55,11 +54,11 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
             mgr.has_created = True
 
     def _register_prefill_dp_rank(self) -> None:
-        """Of several data-parallel ranks. SGLang waits here for the server, which clients choose."""
+        """SGLang would wait here for the server, which clients choose."""
         self.kv_mgr.bootstrap.tell_rank(self.bootstrap_server_url, self.bootstrap_room, self.kv_mgr.attn_dp_rank)
 
     def look(self) -> None:
-        """Go on to `WaitingForInput` once decode has reserved. Then it is known which tokens decode has already."""
+        """Go on to `WaitingForInput` once decode has reserved: then it is known which tokens it already has."""
         mgr, room, handle = self.kv_mgr, self.bootstrap_room, self.handle
         if handle is None or handle.readers is None:
             return
@@ -93,7 +92,7 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """Send the next `num_kv_tokens` tokens. The last chunk has a list of state indices, perhaps an empty one."""
+        """Send the next tokens. The last chunk has a list of state indices, perhaps an empty one."""
         if self.conclude_state is not None or self.handle is None:
             return
         mgr, start = self.kv_mgr, self.next_token
@@ -124,7 +123,7 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         self._record_transfer_indices(kv_indices, state_indices)
 
     def get_transfer_metric(self) -> Any:
-        """SGLang's size and time of the transfer. Each of decode's ranks that this one writes to has all latents."""
+        """Each decode rank that this one writes to has all latents."""
         if self.kv_mgr.is_mla_backend and self.handle is not None:
             self.kv_mgr._kv_replica_factor = max(1, len(self.handle.readers or ()))
         return super().get_transfer_metric()
@@ -145,8 +144,8 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         self.clear()
 
     def clear(self) -> None:
-        """Forget the request. SGLang then uses its pages again, on all ranks, although copies may still read them: decode takes
-        nothing that is read after `_end`.
+        """SGLang then reuses the pages on all ranks, although copies may still read them: after `_end` decode takes nothing
+        of them.
         """
         if self.kv_mgr.leave(self):
             super().clear()

@@ -1,10 +1,8 @@
-"""How decode's pipeline stages agree on the requests whose transfers have ended, and on the pages of those that have failed.
+"""How decode's pipeline stages agree on which requests have ended or failed, and on the release of failed ones' pages.
 
-SGLang's stages agree on which have ended, not on how. One that failed on one stage would run on the others, which wait for it,
-and the stages after the first would never hear of one that failed on all. Each stage would also release the pages of a failed
-request as soon as nothing can write to its own: a later stage would then have no room for a request that the first one has
-taken, which would wait for ever. Here the ids that SGLang passes from stage to stage also say which requests have failed, and
-to which pages nothing can write.
+SGLang's stages agree only on which have ended. A request that failed on one stage would run on the others, which would wait
+for it. And if each stage released pages by itself, a later stage could lack room for a request that the first has taken. So
+the ids that SGLang passes between stages also say which requests have failed, and to which pages nothing can write.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import all_reduce_flags
 
 Ids = Sequence[Sequence[Any]]
-"""The ids of requests that have ended on each stage so far, and of those that have failed on any of them; and by room and
-attempt the failed ones that wait for their release, if nothing can write to their pages on any stage so far.
+"""Ids of requests that have ended on every stage so far; of those that failed on any; and by room and attempt, failed ones
+to whose pages nothing can write on any stage so far.
 """
 
 
 def ended_ids(scheduler: Any) -> Ids:
-    """SGLang's `_pp_pd_get_decode_transferred_ids`: the requests that have ended on this stage and all earlier ones."""
+    """SGLang's `_pp_pd_get_decode_transferred_ids`."""
     before = None if scheduler.pp_group.is_first_rank else scheduler._pp_recv_pyobj_from_prev_stage()
     transfers = scheduler.disagg_decode_transfer_queue
     ended, failed = scheduler.get_rids(transfers.queue, False, [KVPoll.Success, KVPoll.Failed], [KVPoll.Failed])
@@ -54,5 +52,5 @@ def release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Ids | None
 
 
 def _held(transfers: Any) -> Iterator[Any]:
-    """The receivers of failed requests that wait for their release: the same ones on every rank, in the same order."""
+    """Receivers of failed requests that wait for their release: the same on every rank, in the same order."""
     return (entry[0].kv_receiver for entry in transfers._deferred_releases)

@@ -1,4 +1,4 @@
-"""What a process of SGLang's `--tokenizer-worker-num` imports: SGLang's application, once this package is registered."""
+"""What processes of SGLang's `--tokenizer-worker-num` import: its application, after this package is registered."""
 
 from sglang.srt.plugins import load_plugins
 
