@@ -55,7 +55,7 @@ class Adapters:
 
 
 def adapter_files(path: str) -> tuple[Path, ...]:
-    """Of a folder or a repository in the local cache. Raises `OSError` if there are none."""
+    """`path` is a folder or a repository in the local cache. Raises `OSError` if there are no files."""
     try:
         folder = Path(path).expanduser()
         if not folder.is_dir():
@@ -71,7 +71,6 @@ def adapter_files(path: str) -> tuple[Path, ...]:
 
 
 def _version(path: str) -> tuple[tuple[int, int], ...]:
-    """Times and sizes."""
     try:
         return tuple((stat.st_mtime_ns, stat.st_size) for stat in (file.stat() for file in adapter_files(path)))
     except OSError:
@@ -79,7 +78,7 @@ def _version(path: str) -> tuple[tuple[int, int], ...]:
 
 
 def _digest(files: tuple[Path, ...]) -> str:
-    """Of names and contents. Never the same twice without files, or if one cannot be read."""
+    """Without files, or if one cannot be read, never the same twice."""
     try:
         parts = [file.name.encode() + b"\0" + _content(file) for file in files]
     except OSError as error:

@@ -1,9 +1,8 @@
-"""A model's description in a normal form: the fields of its `config.json` that shape a request's state.
+"""A model's description: the fields of its `config.json` that shape a request's state, in a normal form.
 
-`shaping` lists fields that do not matter; alternative spellings have one form; every other field counts, even an unknown
-one. Rotary embeddings, some defaults and overrides come from the configuration that the server has loaded, since servers
-apply overrides differently. A description consists of words `name=value`. Peers that differ name the words that only one
-has.
+Fields that do not matter are listed in `shaping`; every other field counts, even an unknown one. Rotary embeddings, some
+defaults and overrides come from the configuration that the server has loaded, since servers apply overrides differently.
+Peers that differ name the words `name=value` that only one has.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from disagg.models import from_config
 MAX_VALUE = 64
 """A longer value is given by its digest."""
 MAX_WORDS = 2800
-"""In a longer description (in characters) nested objects are given by digests; if that is not enough, everything is."""
+"""In a longer description nested objects are given by digests; if that is not enough, everything is."""
 
 _KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention"})
 """Layers that all leave a state, by transformers' names."""
@@ -93,7 +92,7 @@ def _fields(
     values: Mapping[str, Any], loaded: Any, *, texts: tuple[Any, ...], compared: frozenset[str]
 ) -> Iterator[tuple[str, Any]]:
     """The fields that count. `loaded` is the server's object of the same part. In `texts` the fields `compared` are left
-    out: they are compared in another way.
+    out, since something else compares them.
     """
     left_out = compared if any(loaded is text for text in texts) else frozenset()
     defaults = {key: getattr(loaded, key) for key in DEFAULTED if hasattr(loaded, key)}
@@ -124,7 +123,7 @@ def _layers(config: Mapping[str, Any], text: Any) -> dict[str, str] | None:
 
 
 def words(fields: Mapping[str, Any], *, nested: bool = True, prefix: str = "") -> tuple[str, ...]:
-    """Sorted. Without `nested` an object is one word."""
+    """The fields in order. Without `nested` an object is one word."""
     found: list[str] = []
     for key, value in sorted(fields.items()):
         if isinstance(value, Mapping) and nested:
@@ -136,7 +135,7 @@ def words(fields: Mapping[str, Any], *, nested: bool = True, prefix: str = "") -
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """For example `0-2,5`."""
+    """Ranges such as `0-2,5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:

@@ -28,8 +28,8 @@ OTHER_PROMPT = (
 def prompt_digest(token_ids: Iterable[int], beside: Iterable[tuple[str, str]] = ()) -> str:
     """128 bits of BLAKE2b in hexadecimal. A request with another digest cannot use the state.
 
-    `beside` has what else shapes the state, or keeps others from using it, as kinds and values: `"adapter"` (the digest of
-    its weights), `"salt"`, `"item"` (such as an image), `"embeddings"`, or an engine's own kinds.
+    `beside` has what else shapes the state, or keeps others from using it: `"adapter"` (the digest of its weights),
+    `"salt"`, `"item"` (such as an image), `"embeddings"`, or an engine's own kinds.
     """
     tokens = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=DIGEST_NBYTES)
     return _digest(tokens.digest(), beside)
@@ -55,14 +55,10 @@ def _digest(tokens: bytes, beside: Iterable[tuple[str, str]]) -> str:
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefilled request.
-
-    `engine` is the server and its version. `num_tokens` is the number of prompt tokens whose state was handed over.
-    `first_token` is the token that prefill has drawn after them; its log-probability is in prefill's own answer. `native`
-    are rows that only the same engine reads. `prompt` is the `prompt_digest` of the tokens that were handed over, without the
-    last one of the prompt, and `whole_prompt` of all that were handed over: decode takes nothing that it cannot compare. Of a
-    request that was kept, part of the tokens may be taken: `beginnings` has the digests of the function of that name, one after
-    the other. Fields may be added with a default; unknown ones are ignored.
+    """One prefilled request. `engine` is the server and its version, which alone reads `native`. The state of `num_tokens`
+    prompt tokens was handed over. `prompt` is their `prompt_digest` without the last prompt token, `whole_prompt` that of
+    all: decode takes nothing that it cannot compare. `first_token` was drawn after them. Of a kept request a part may be
+    taken: `beginnings` has the joined digests. Fields may be added with a default; unknown ones are ignored.
     """
 
     engine: str

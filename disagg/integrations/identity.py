@@ -43,8 +43,8 @@ class Conventions:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A server's model. `config` is its `config.json`, or what the server has made of a model without one. `overridden` are
-    the fields that the command line sets; `loaded` is the server's configuration, `text` that of its text model.
+    """`config` is the model's `config.json`, or what the server has made of a model without one. `overridden` are the fields
+    that the command line sets; `loaded` is the server's configuration, `text` that of its text model.
     """
 
     config: Mapping[str, Any]

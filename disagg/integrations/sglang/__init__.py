@@ -5,4 +5,4 @@ no SGLang.
 """
 
 TESTED = ("0.5.23",)
-"""Others are refused, unless `SGLANG_DISAGG_ANY_VERSION=1`."""
+"""The tested versions of SGLang. Others are refused, unless `SGLANG_DISAGG_ANY_VERSION=1`."""

@@ -1,6 +1,5 @@
-"""Prefill instances, as bootstrap servers and requests name them.
-
-Clients choose a request's bootstrap server. A thread asks it, so that the scheduler hardly waits for the network.
+"""Prefill instances, as bootstrap servers and requests name them. Clients choose a request's bootstrap server, so a thread
+asks it.
 """
 
 from __future__ import annotations
@@ -28,27 +27,26 @@ Answer = TypeVar("Answer")
 Fetch = Callable[[aiohttp.ClientSession], Coroutine[Any, Any, Answer]]
 
 TIMEOUT_S = 5.0
-"""For all answers of one lookup."""
+"""The time for all answers of one lookup."""
 WAIT_S = 0.05
-"""How long a step of the scheduler waits for an answer. Most servers answer within milliseconds."""
+"""How long the scheduler waits for an answer. Most servers answer within milliseconds."""
 PAUSE = 10
-"""After a wait, so many times its duration passes until a step waits again."""
+"""After a wait the scheduler does not wait again for so many times as long."""
 ASK_RANKS_AGAIN_S, MAX_ASK_RANKS_AGAIN_S = 0.01, 0.5
-"""The pause before a server is asked for the same rooms' ranks again. It doubles until the server gives one."""
+"""The pause before a server is asked for the same rooms again. It doubles until the server gives a rank."""
 MAX_NBYTES = 1 << 16
-"""Of an answer."""
 MAX_GROUPS = 1024
 MAX_ASKED = 256
-"""So many servers are asked at a time. Then answers that nobody took are dropped, and new servers are not asked."""
+"""At this number of servers, answers that nobody took are dropped; if that is not enough, new servers are not asked."""
 MAX_TOLD = 4096
-"""So many ranks of rooms are being told at a time. Decode does not find the requests of others."""
+"""At this number of ranks, more are not told, so decode does not find those requests."""
 NO_RANK = -1
-"""Stands for the rank of a room whose server gives none. No instance has it, so the request fails."""
+"""The rank of a room whose server gives none. No instance has it, so the request fails."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prefill instance. `group` is the data-parallel group of a request."""
+    """A prefill instance. `group` is a request's data-parallel group."""
 
     name: str
     address: str
@@ -57,7 +55,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Served:
-    """What a bootstrap server serves: SGLang's description, and the instance of each data-parallel rank."""
+    """What a bootstrap server serves. `prefills` are the instances by data-parallel rank."""
 
     info: Any
     prefills: Mapping[int, Prefill]
@@ -66,7 +64,7 @@ class Served:
 
 @dataclass
 class Question:
-    """The rooms whose ranks a server was asked for last, and when it may be asked again."""
+    """The rooms whose ranks a server was last asked for."""
 
     rooms: frozenset[int]
     pause_s: float = 0.0
@@ -74,7 +72,7 @@ class Question:
 
 
 class BootstrapServers:
-    """The bootstrap servers that are being asked. `current` are this process's, if it uses this backend."""
+    """`current` are this process's, if it uses this backend."""
 
     current: ClassVar[BootstrapServers | None] = None
 
@@ -89,7 +87,6 @@ class BootstrapServers:
         self._wait_at = 0.0
 
     def close(self) -> None:
-        """End the thread, without waiting for answers."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
 
     async def _end(self) -> None:
@@ -97,7 +94,9 @@ class BootstrapServers:
         self._loop.stop()
 
     def ask(self, server: str, *, is_known: bool = False) -> None:
-        """Ask a server, unless it is being asked. Those that have answered before (`is_known`) are always asked."""
+        """Ask a server, unless it is being asked. One that has answered before (`is_known`) is asked even if there are too
+        many.
+        """
         if server in self._asked:
             return
         if len(self._asked) >= MAX_ASKED:
@@ -119,8 +118,8 @@ class BootstrapServers:
         self._asked_ranks = {server: answer for server, answer in self._asked_ranks.items() if not answer.done()}
 
     def room_ranks(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
-        """The data-parallel ranks of rooms that a server has told so far. `rooms` are all those that are wanted; ask in each
-        step. If the server fails, each room has `NO_RANK`.
+        """The data-parallel ranks of rooms, as far as the server has told them. Ask in each step, for all rooms that are
+        still wanted. If the server fails, each room gets `NO_RANK`.
         """
         answer = self._asked_ranks.get(server)
         if answer is None:
@@ -142,7 +141,6 @@ class BootstrapServers:
         return found
 
     def _may_ask(self, server: str, rooms: Sequence[int]) -> bool:
-        """Whether there is a new room, or the pause is over."""
         question, now = self._questions.get(server), time.monotonic()
         if question is None or not question.rooms.issuperset(rooms):
             if len(self._questions) >= MAX_ASKED:
@@ -155,7 +153,7 @@ class BootstrapServers:
         return True
 
     def tell_rank(self, server: str, room: int, rank: int) -> None:
-        """Tell a server a room's data-parallel rank, without waiting: decode asks until the server knows."""
+        """Tell a server a room's data-parallel rank. Does not wait: decode asks until the server knows."""
         if len(self._told) >= MAX_TOLD:
             logger.warning("bootstrap server %s is not told the rank of room %s: others take too long", server, room)
             return
@@ -166,7 +164,6 @@ class BootstrapServers:
     def _start(
         self, fetch: Fetch[Answer], server: str, problem: str, *, connector: aiohttp.BaseConnector | None = None
     ) -> Future[Answer]:
-        """Ask in the thread, and wait a moment for the answer."""
         answer = asyncio.run_coroutine_threadsafe(_limited(fetch, server, problem, connector), self._loop)
         began = time.monotonic()
         if began >= self._wait_at:
@@ -176,7 +173,7 @@ class BootstrapServers:
 
 
 async def _limited(fetch: Fetch[Answer], server: str, problem: str, connector: aiohttp.BaseConnector | None = None) -> Answer:
-    """What a server answers within `TIMEOUT_S`, however slowly its bytes come. Raises `PeerUnreachable`."""
+    """Raises `PeerUnreachable`, also if an answer's bytes come too slowly."""
     try:
         async with (
             asyncio.timeout(TIMEOUT_S),
@@ -201,7 +198,7 @@ async def _fetch(session: aiohttp.ClientSession) -> Served:
 
 
 async def _route(session: aiohttp.ClientSession, dp_rank: int, cp_rank: int, tp_rank: int, pp_rank: int) -> dict[str, Any]:
-    """For one rank, or for the instance if all are -1."""
+    """Ask for one rank, or for the instance if all are -1."""
     asked = {
         "prefill_dp_rank": dp_rank,
         "prefill_cp_rank": cp_rank,
@@ -261,7 +258,7 @@ def _check_rank(what: str, rank: Any) -> None:
 
 
 def named(server: str) -> Prefill | None:
-    """The instance in a `bootstrap_host` of the form `NAME@HOST`: a server whose control address is given."""
+    """The instance of a `bootstrap_host` such as `NAME@HOST`, whose control address the request gives."""
     name, at, address = server.rpartition("@")
     host, _, port = address.rpartition(":")
     return Prefill(name, control_address(host, port), 0) if at else None
@@ -273,5 +270,4 @@ def control_address(host: str, port: int | str) -> str:
 
 
 def name_of(address: str) -> str:
-    """The name of the instance whose rank 0 has this control address."""
     return address.removeprefix("tcp://")

@@ -1,4 +1,4 @@
-"""What SGLang's `KVArgs` do not say about a rank's memory, and what its pools do."""
+"""What SGLang's `KVArgs` do not say about a rank's memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from disagg.state.declare import Block
 
 
 class Buffer(NamedTuple):
-    """Rows of `row_nbytes`."""
-
     pointer: int
     nbytes: int
     row_nbytes: int
@@ -22,7 +20,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleFacts:
-    """Block scales beside K and V: `nbytes` of each per head and `granule` tokens, contiguous in memory."""
+    """Block scales beside K and V: `nbytes` of each per head and `granule` tokens."""
 
     granule: int
     nbytes: tuple[int, int]
@@ -38,10 +36,10 @@ class LatentScaleFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PageFacts:
-    """Paged tensors of one pool. `layers` are this rank's, by number in the whole model, in the pool's order.
+    """Paged tensors of one pool. `layers` are this rank's, by number in the model, in the pool's order.
 
     With `num_kv_heads` (the model's, not this rank's) a layer has a K and a V of `dims` elements per head, else one latent
-    of `dims[0]` elements. `kv_scales` has the scales of K and V if peers may hold them in another dtype; `rounding` is as in
+    of `dims[0]` elements. `kv_scales` are set if peers may hold K and V in another dtype; `rounding` is that of
     `disagg.state.declare.Role`.
     """
 
@@ -57,7 +55,7 @@ class PageFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotFacts:
-    """One tensor of recurrent state: one layer, with a slot per request.
+    """One layer's tensor of recurrent state, with a slot per request.
 
     `axes` and `shape` describe a slot on this rank. Tensor-parallel ranks divide the axis `sharded`, each of `blocks` by
     itself; with `None` all have the same bytes.
@@ -75,8 +73,8 @@ class SlotFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexFacts:
-    """Index keys of sparse attention: per `tokens_per_key` tokens `key_dim` elements in FP8 with a 4-byte scale. `tail` is
-    the size in tokens of a request's ring of tokens without a key, or 0.
+    """Index keys of sparse attention: `key_dim` elements in FP8 per `tokens_per_key` tokens, with a 4-byte scale. `tail` is
+    the size of a request's ring of tokens without a key, or 0.
     """
 
     layers: tuple[int, ...]
@@ -88,8 +86,8 @@ class IndexFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedFacts:
-    """Compressed index keys of QSA: `dim` elements per `ratio` tokens, and per request a ring of the last `ratio` tokens'
-    keys, with positions that all layers share. Every rank has all of it.
+    """QSA's compressed index keys: `dim` elements per `ratio` tokens, and per request a ring of the last `ratio` tokens'
+    keys. All layers share the ring's positions. Every rank has all of it.
     """
 
     layers: tuple[int, ...]
@@ -101,7 +99,7 @@ class CompressedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RingFacts:
-    """Rows of a window, addressed by request and position: one per token, the same on every rank."""
+    """Rows of one token each, addressed by request and position, the same on every rank."""
 
     layers: tuple[int, ...]
     row_nbytes: int
@@ -111,9 +109,8 @@ class RingFacts:
 class DraftFacts:
     """The pool of one draft runner. Its pages have the model's ids.
 
-    `kv` are pages of full attention. `window_kv` are those of sliding layers, with the ids of the model's windows, or of
-    full attention with `has_full_ids`; they need `window` tokens before the next one. `KVArgs` list only the first runner's
-    index keys.
+    Sliding layers' pages (`window_kv`) have the ids of the model's windows, or of full attention with `has_full_ids`. They
+    need `window` tokens before the next one. `KVArgs` list only the first runner's index keys.
     """
 
     kv: PageFacts | None = None
@@ -132,9 +129,9 @@ class DraftFacts:
 class Facts:
     """What one rank's `KVArgs` lack.
 
-    Layers of `window_kv` need `window` tokens before the next one. So do the layers of `kv` in `windows`, although their
-    pages have all tokens. With `reuses_pages` decode keeps these pages for later requests, so it needs all tokens.
-    `by_layer`: each layer of `kv` is a component. `index_k` are index keys of one vector per token.
+    `window_kv` needs `window` tokens before the next one, and a layer of `kv` in `windows` so many, although its pages have
+    all tokens. With `reuses_pages` decode keeps pages for later requests, so it needs all tokens. `by_layer`: each layer of
+    `kv` is a component. `index_k` are index keys of one vector per token.
     """
 
     topology: Topology

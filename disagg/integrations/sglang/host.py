@@ -27,11 +27,11 @@ from disagg.layout.agreement import ModelId
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One SGLang rank. `gather` returns what every pipeline stage gives, in order, and `from_leader` what the instance's
-    rank 0 gives. `request` returns a receiver's request. `write_first_token(index, token, room)` gives decode's scheduler a
-    first token without a log-probability. `check_metadata(index, room)` checks prefill's rows. `check_scales` raises
-    `LocalProtocolError` for scales of K and V other than in the layouts. `launched` returns an event after the GPU's current
-    work, which may still write freed pages. `unread` are addresses of metadata buffers that the scheduler does not read.
+    """One SGLang rank. `gather` returns what every pipeline stage gives, in order; `from_leader` what the instance's rank 0
+    gives. `write_first_token(index, token, room)` writes no log-probability. `check_metadata(index, room)` checks prefill's
+    rows. `check_scales` raises `LocalProtocolError` for scales other than in the layouts. `launched` is an event after the
+    GPU's current work, which may still write freed pages. `unread` are addresses of metadata buffers that the scheduler does
+    not read.
     """
 
     model: ModelId
@@ -48,8 +48,8 @@ class Host:
 
 
 def host_of(queue: Any) -> Host:
-    """The host of a `PrefillBootstrapQueue` or `DecodePreallocQueue`. Decode keeps a failed request's pages until nothing
-    can write there: SGLang's own 30 seconds would prove nothing. Raises `ConfigError` for an unsupported option.
+    """Raises `ConfigError` for an unsupported option. Decode keeps a failed request's pages until nothing can write there:
+    SGLang's own 30 seconds prove nothing.
     """
     from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
@@ -137,7 +137,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
 
 
 def drafts_of(scheduler: Any) -> Drafts | None:
-    """A scheduler's draft runners. Without a draft model, and on earlier pipeline stages, there are none."""
+    """`None` without a draft model, and on earlier pipeline stages."""
     worker = scheduler.draft_worker
     if worker is None or worker.primary_draft_kv_pool is None:
         return None
@@ -182,9 +182,9 @@ def check_buffers(rows: Any) -> None:
 
 
 def check_windows(queue: Any) -> None:
-    """Raise `ConfigError` where decode's radix cache would have unfilled tokens of a window. With pages of one token SGLang
-    allocates windows for whole prompts, without noting which tokens arrive. Other pages are filled from the window's first
-    token on: decode knows that, but servers that read the pages from a storage do not.
+    """Raise `ConfigError` where a radix cache would have unfilled tokens of a window. With pages of one token SGLang does
+    not note which ones arrive. Larger pages are filled from the window's first token on: decode knows that, servers that
+    read the pages from a storage do not.
     """
     scheduler = queue.scheduler
     if not scheduler.tp_worker.is_hybrid_swa:

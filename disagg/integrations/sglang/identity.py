@@ -44,8 +44,8 @@ def identify(
     from_stages: Callable[[Any], list[Any]],
     scales: Mapping[int, tuple[float, ...]],
 ) -> ModelId:
-    """The identity of the model in `runner`. Every rank calls this; `from_stages` gathers from the pipeline stages. `hooks`
-    are those that the command line adds, `scales` this stage's that are not in the layouts.
+    """The identity of the model in `runner`. Every rank calls this; `from_stages` gathers from the pipeline stages. `scales`
+    are this stage's, if not in the layouts.
     """
     found: dict[int, int] = {}
     all_scales: dict[int, tuple[float, ...]] = {}

@@ -1,7 +1,7 @@
 """SGLang's `KVArgs` and `Facts` as components.
 
-`KVArgs` list addresses, lengths and row sizes: K of all layers, then V, then draft layers; likewise for each kind in
-`state_types`. Every size is compared with the facts, so a misread layout raises an error.
+`KVArgs` list addresses, lengths and row sizes: K of all layers, then V, then draft layers; likewise for each kind of state.
+Every size is compared with the facts, so that a misread layout raises an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUPPORTED = (
 
 
 class KVArgs(Protocol):
-    """The fields of SGLang's `KVArgs` that say where memory is. State lists have one list per kind in `state_types`."""
+    """State lists have one list per kind in `state_types`."""
 
     page_size: int
     kv_data_ptrs: list[int]
@@ -42,7 +42,7 @@ class KVArgs(Protocol):
 
 @dataclass(frozen=True)
 class _Entry:
-    """One buffer. `what` names where it was found."""
+    """`what` names where the buffer was found."""
 
     what: str
     pointer: int
@@ -57,9 +57,7 @@ class _Entry:
 
 
 def components(kv_args: KVArgs, own: Facts) -> list[Component]:
-    """The components of one rank. Raises `ConfigError` that names the field of `KVArgs` for an unsupported kind of state,
-    and where sizes contradict the facts.
-    """
+    """One rank's components. Raises `ConfigError` for an unsupported kind of state, and where sizes contradict the facts."""
     states = _state_entries(kv_args)
     num_draft = kv_args.num_draft_entries
     entries = _entries("kv", kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
@@ -86,8 +84,8 @@ def _entries(what: str, pointers: Sequence[int], lengths: Sequence[int], rows: S
 
 
 def _state_entries(kv_args: KVArgs) -> dict[str, list[_Entry]]:
-    """The buffers of each kind of state, without the empty ones of layers that use another layer's index keys. Raises
-    `ConfigError` for an unsupported kind, or one that comes twice.
+    """Without the empty buffers of layers that use another layer's index keys. Raises `ConfigError` for a kind that is
+    unsupported or comes twice.
     """
     found: dict[str, list[_Entry]] = {}
     for i, kind in enumerate(kv_args.state_types):
@@ -105,7 +103,6 @@ def _check_count(name: str, entries: Sequence[_Entry], expected: int) -> None:
 
 
 def _kv(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component | None]:
-    """One component, or one per layer (`by_layer`)."""
     if not own.by_layer:
         return [_pages(own.kv_name(0), own.kv, entries, page_size, own)]
     layers = own.kv.layers if own.kv is not None else ()
@@ -121,7 +118,6 @@ def _kv(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component
 def _pages(
     name: str, facts: PageFacts | None, entries: Sequence[_Entry], page_size: int, rank: Facts, *, optional: bool = False
 ) -> Component | None:
-    """Paged K and V, or latents."""
     if facts is None:
         _check_count(name, entries, 0)
         return None
@@ -158,7 +154,7 @@ def _pages(
 
 
 def _drafts(own: Facts, page_size: int) -> Iterator[Component | None]:
-    """All optional: a peer may have no draft model, or fewer layers of one."""
+    """All are optional: a peer may have no draft model, or fewer layers of one."""
     for number, draft in enumerate(own.drafts):
         for describe, kind, pages, buffers in (
             (_pages, "", draft.kv, draft.buffers),
@@ -174,7 +170,7 @@ def _drafts(own: Facts, page_size: int) -> Iterator[Component | None]:
 def _scales(
     name: str, facts: PageFacts | None, entries: Sequence[_Entry], page_size: int, rank: Facts, *, optional: bool = False
 ) -> Component | None:
-    """Block scales of K and V: a component of its own, since a block's scale exists as soon as its first token does."""
+    """A component of its own, since a block's scale exists as soon as its first token does."""
     if facts is None or facts.scales is None or facts.num_kv_heads is None:
         _check_count(name, entries, 0)
         return None
@@ -191,9 +187,7 @@ def _scales(
 
 
 def _compressed(own: Facts, entries: Sequence[_Entry], pending: Sequence[_Entry], page_size: int) -> Iterator[Component]:
-    """Compressed keys, and rings of uncompressed ones: those of all layers, then their positions. The draft's follow the
-    model's.
-    """
+    """The rings of all layers come first, then their positions. The draft's follow the model's."""
     keys, rings = list(entries), list(pending)
     drafts = [("draft_", own.drafts[0].compressed)] if own.drafts else []
     for prefix, facts in (("", own.compressed), *drafts):
@@ -227,7 +221,6 @@ def _whole_slots(name: str, role: str, tensors: Mapping[int, RawTensor], *, topo
 
 
 def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> RawTensor:
-    """The buffer as contiguous rows of that shape."""
     rows = entry.rows(math.prod(shape) * ITEMSIZE[dtype])
     strides = [1]
     for size in reversed(shape):
@@ -236,7 +229,7 @@ def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> Ra
 
 
 def _slots(own: Facts, entries: Sequence[_Entry]) -> Iterator[Component]:
-    """Recurrent state, and other state in the same slots. The facts are in the order of the buffers."""
+    """The facts are in the order of the buffers."""
     _check_count("ssm", entries, len(own.slots))
     found: dict[str, tuple[dict[str, Role], dict[str, dict[int, RawTensor]]]] = {}
     for slot, entry in zip(own.slots, entries, strict=True):
@@ -262,7 +255,7 @@ def _slot_role(slot: SlotFacts) -> Role:
 
 
 def _indices(own: Facts) -> list[tuple[str, IndexFacts | None]]:
-    """In the order of `KVArgs`: the model's, then its first draft runner's."""
+    """In the order of `KVArgs`."""
     return [("index", own.index), (draft_name(0, "index"), own.drafts[0].index if own.drafts else None)]
 
 
@@ -291,7 +284,7 @@ def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Compon
 
 
 def _index_tails(own: Facts, entries: Sequence[_Entry]) -> list[Component]:
-    """Rings of tokens without an index key: all keys, then all scores, of the model and then of its draft layers."""
+    """All keys, then all scores, of the model and then of its draft layers."""
     rest, found = list(entries), []
     for name, facts in _indices(own):
         if facts is None or not facts.tail:

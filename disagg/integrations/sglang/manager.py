@@ -1,4 +1,4 @@
-"""The manager of one SGLang rank: joins SGLang's tables of rooms and its bootstrap server with a `KVManager`."""
+"""Joins one SGLang rank's tables of rooms and its bootstrap server with a `KVManager`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ logger = logging.getLogger(__name__)
 
 ENGINE = f"sglang {sglang.__version__}"
 ASK_AGAIN_S, WATCH_EVERY_S = 0.2, 2.0
-"""How old a bootstrap server's answer is before a new request asks again, and how often waiting requests ask."""
+"""A bootstrap server is asked again when a request arrives and its last answer is older than the first, or at the second's
+interval while requests wait.
+"""
 MAX_MISSES = 3
-"""After so many failed lookups an instance counts as gone."""
+"""An instance counts as gone after so many failed lookups."""
 COLLECT_EVERY_S, COLLECT_PAUSE = 200e-6, 10
-"""The scheduler polls every request in each step. Between two collections this time passes, and so many times the last one's
-duration: with many waiting senders they must not take longer than the step.
+"""The minimum pause between two collections, in seconds and in durations of the last one. The scheduler polls every request
+in each step, and with many waiting senders polling must not take longer than the step.
 """
 MAX_PREFILLS, MAX_HOST = 1024, 300
-"""How many instances that requests name are remembered, and how long a host's name may be."""
 
 
 class Owner:
@@ -59,11 +60,11 @@ class Owner:
 
 
 class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
-    """One rank. `host` and `is_checked` are set before SGLang builds it; the latter is SGLang's option for checksums, which
+    """One rank. `host` and `is_checked` are set before SGLang builds it. The latter is SGLang's option for checksums, which
     `DISAGG_VERIFY` overrides.
 
-    Every prefill rank registers rank 0's control address with the bootstrap server. Its host and port are the instance's
-    name, so decode needs nothing else. Prefill learns about decode from the reservation.
+    Every prefill rank registers rank 0's control address with the bootstrap server. Its host and port are also the
+    instance's name.
     """
 
     supports_deferred_decode_kv_release = True
@@ -96,7 +97,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             self.is_dummy_cp_rank = False  # context-parallel ranks have all tokens, and share the work
 
     def _start(self) -> None:
-        """Build the `KVManager`, at the port that SGLang has reserved for this rank's control messages."""
+        """Build the `KVManager` at the port that SGLang has reserved for this rank's control messages."""
         args, host = self.kv_args, self.host
         self._zmq_ctx.destroy(linger=0)
         own = control_address(self.local_ip, self.rank_port)
@@ -127,7 +128,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.leader = leader
 
     def register_to_bootstrap(self) -> None:
-        """Register rank 0's control address, on every rank. SGLang calls this while it builds prefill's manager."""
+        """Register rank 0's address, on every rank. SGLang calls this while it builds prefill's manager."""
         self._start()
         self.local_ip, self.rank_port = parse_address(self.leader, what="leader")
         super().register_to_bootstrap()
@@ -135,7 +136,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             self.attn_dp_rank = self.system_dp_rank
 
     def teardown(self) -> None:
-        """SGLang calls this while no request is under way, then builds the manager of the other role."""
+        """SGLang calls this while no request is under way, then builds the other role's manager."""
         self.transfers.close()
         self.bootstrap.close()
 
@@ -178,9 +179,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._collect_at = end + max(COLLECT_EVERY_S, COLLECT_PAUSE * (end - now))
 
     def collect_created(self) -> None:
-        """`collect`, at once if senders were created: decode may have reserved already, and the scheduler is about to choose
-        its next batch.
-        """
+        """Collect, at once if senders were created: decode may have reserved, and the scheduler is about to choose a batch."""
         if self.has_created:
             _native.yield_gil(always=True)  # to the control thread, which opens their requests
             self._collect_at = 0.0
@@ -194,8 +193,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.update_status(room, KVPoll.Failed)
 
     def leave(self, owner: Any) -> bool:
-        """End the ownership of a room, and keep the failure's reason with the owner. Returns whether it was the owner: only
-        then may SGLang's tables be cleared.
+        """End the ownership of a room, and keep the failure's reason. Only if this returns True may SGLang's tables be
+        cleared.
         """
         is_owner = self.rooms.leave(owner.bootstrap_room, owner)
         if is_owner:
@@ -204,20 +203,17 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return is_owner
 
     def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
-        """SGLang calls this in a thread, perhaps after the request has ended and the room has another owner."""
+        """SGLang calls this in a thread, perhaps once the room has another owner."""
         if self._is_live(kv_receiver):
             super()._fail_prefill_recompute(kv_receiver, reason)
 
     # -- release of decode's pages -----------------------------------------------------------------------------------
 
     def hold(self, receiver: Any) -> None:
-        """Keep a failed request's pages until nothing can write there."""
         self.held.setdefault(receiver.bootstrap_room, []).append(receiver)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing can write to the pages of this room's failed requests, on any pipeline stage. SGLang's count is
-        not used.
-        """
+        """Whether nothing can write to the pages of this room's failed requests, on any pipeline stage."""
         held = self.held.get(bootstrap_room, ())
         return all(each.may_release if self.pp_size > 1 else each.is_drained for each in held)
 
@@ -227,7 +223,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     # -- prefill instances, as decode finds them ---------------------------------------------------------------------
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether the instance is described. The handshake compares layouts, not this."""
+        """Whether the instance is described. The handshake compares layouts."""
         if bootstrap_addr in self.prefill_info_table:
             return True
         if named(bootstrap_addr) is not None:
@@ -247,12 +243,11 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             self._serve(idle, None)
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """As if there were one rank: the plans decide which rank sends what."""
+        """Pretend that there is one rank: the plans decide which rank sends what."""
         info.target_tp_rank, info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = 0, [0], [0], [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
 
     def _hear(self) -> None:
-        """Take bootstrap servers' answers. SGLang would look once a second."""
         for server, found in self.bootstrap.answers():
             if isinstance(found, Served):
                 self._misses.pop(server, None)
@@ -265,9 +260,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self._serve(server, None)
 
     def _serve(self, server: str, found: Served | None) -> None:
-        """Take what a bootstrap server says; `None` if it is gone. Requests of instances that it does not name any more
-        fail.
-        """
+        """Requests of instances that a bootstrap server does not name any more fail. `None`: it is gone."""
         gone = self._served.pop(server, None)
         if found is None:
             self.prefill_info_table.pop(server, None)
@@ -281,7 +274,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self.transfers.remove_peer(name)
 
     def locate(self, receiver: Any) -> Prefill:
-        """The instance that serves a receiver's request. Raises `DisaggError` without one."""
+        """Raises `DisaggError` without an instance for the receiver's request."""
         other = named(receiver.bootstrap_addr)
         if other is not None:
             return other
@@ -311,8 +304,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             logger.warning("room %s: %s", receiver.bootstrap_room, error)
 
     def check_prefill(self, server: str) -> None:
-        """Before a new request: have SGLang ask a bootstrap server again if one of its instances is not ready, since it may
-        have been replaced. If no other request is under way, answers that nobody took are old, and are dropped.
+        """Before a new request: have SGLang ask a bootstrap server again if an instance is not ready, since it may have been
+        replaced. Answers from before are dropped if no other request is under way.
         """
         if len(self.rooms) == 1:
             self.bootstrap.forget_answers()
@@ -329,7 +322,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return any(self.transfers.peer(name).state != "ready" for name in names)
 
     def _watch(self) -> None:
-        """Ask for requests that wait for an instance that is not ready: it may have ended before they met."""
+        """Ask again for requests that wait: their instance may have ended before they met."""
         now = time.monotonic()
         if now < self._watch_at:
             return
@@ -350,4 +343,4 @@ _ONE_RANK: Mapping[str, Any] = {
     "kv_cache_dtype": None,
     "follow_bootstrap_room": True,
 }
-"""For an instance without a bootstrap server."""
+"""The description of an instance without a bootstrap server."""

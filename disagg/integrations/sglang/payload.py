@@ -1,5 +1,5 @@
-"""SGLang's metadata buffers, which prefill hands over with a request's state: about a dozen small rows in host memory, such
-as the first token, its log-probabilities and hidden states. Decode's scheduler waits for the room in them.
+"""SGLang's metadata buffers, which prefill hands over with a request's state: small rows in host memory, such as the first
+token and hidden states. Decode's scheduler waits for the room in them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disagg.core.errors import RemoteProtocolError
 
 @dataclass(frozen=True)
 class MetadataBuffers:
-    """The buffers that `KVArgs` describe: addresses, and bytes per request. Rows for the addresses in `unread` are dropped."""
+    """Addresses and bytes per request. Rows for addresses in `unread` are dropped."""
 
     pointers: Sequence[int]
     row_nbytes: Sequence[int]
@@ -46,9 +46,7 @@ class MetadataBuffers:
 
 
 def write_first_token(rows: Any, index: int, token: int, *, room: int, vocabulary: int) -> None:
-    """Write another server's first token into SGLang's own `MetadataBuffers`. Raises `RemoteProtocolError` for one outside
-    the vocabulary, over which decode's scheduler would end.
-    """
+    """Raises `RemoteProtocolError` for a token outside the vocabulary, over which decode's scheduler would end."""
     if not 0 <= token < vocabulary:
         raise RemoteProtocolError(f"payload: first_token: expected 0 to {vocabulary - 1}, found {token}")
     rows.cached_tokens[index] = 0
@@ -69,8 +67,8 @@ def write_first_token(rows: Any, index: int, token: int, *, room: int, vocabular
 
 
 def check_metadata(rows: Any, index: int, *, room: int, vocabulary: int) -> None:
-    """Raise `RemoteProtocolError` if another SGLang's rows are of another room, or have token ids or counts over which
-    decode's scheduler would end.
+    """Raise `RemoteProtocolError` if another SGLang's rows are of another room, or have values over which decode's scheduler
+    would end.
     """
     given = int(rows.bootstrap_room[index, 0])
     if given != room:

@@ -18,13 +18,12 @@ NAME = "disagg"
 ANY_VERSION = "SGLANG_DISAGG_ANY_VERSION"
 STAGING = "SGLANG_DISAGG_STAGING_BUFFER"
 APP = "SGLANG_HTTP_SERVER_APP_PATH"
-"""The application that the processes of `--tokenizer-worker-num` import. SGLang loads no plug-ins there."""
+"""The application of `--tokenizer-worker-num` processes, where SGLang loads no plug-ins."""
 
 
 def register() -> None:
-    """Make `--disaggregation-transfer-backend disagg` known to this process.
-
-    Raises `ConfigError` for an untested version of SGLang; SGLang logs it and goes on without the backend.
+    """Add the transfer backend to this process. Raises `ConfigError` for an untested version of SGLang, which logs it and
+    goes on.
     """
     import sglang
 
@@ -88,7 +87,6 @@ def add_member(backends: Any) -> None:
 
 
 def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """`get_kv_class`, for each class of a backend."""
     from sglang.srt.disaggregation.utils import KVClassType
 
     if transfer_backend.value != NAME or class_type == KVClassType.KVARGS:
@@ -109,7 +107,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
 
 
 def _init_kv_manager(original: Callable[[Any], Any], queue: Any) -> Any:
-    """The queue that builds the manager also has the pools, which `KVArgs` describe only in part."""
+    """The queue also has the pools, which `KVArgs` describe only in part."""
     if queue.transfer_backend.value != NAME:
         return original(queue)
     from disagg.integrations.sglang.host import host_of
@@ -127,8 +125,8 @@ def _wants_checksums() -> bool:
 
 
 def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
-    """Turn off SGLang's digests of whole pages: only a request's tokens are moved, not the rest of its last page. The
-    manager compares checksums of the tokens instead.
+    """Turn off SGLang's digests of whole pages: the rest of a request's last page is not moved. The manager compares
+    checksums of the tokens instead.
     """
     if queue.transfer_backend.value == NAME and _wants_checksums():
         queue.scheduler.kv_checksum_computer = None
@@ -165,9 +163,7 @@ def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *giv
 
 
 def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *given: Any, **named: Any) -> None:
-    """SGLang accepts lists here for one prompt as well, over which its processes would end. Raises `ConfigError`, which
-    becomes HTTP status 400.
-    """
+    """SGLang's processes would end over lists here. Raises `ConfigError`, which becomes HTTP status 400."""
     if _is_ours(tokenizer.server_args):
         for name in ("top_logprobs_num", "logprob_start_len"):
             found = getattr(request, name, 0)
@@ -177,7 +173,7 @@ def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *
 
 
 def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> bool:
-    """Whether a request is refused, with HTTP status 400. The queue asks this first."""
+    """Whether a request is refused, with HTTP status 400."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 
     if queue.transfer_backend.value == NAME:
@@ -208,8 +204,8 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
 
 
 def _collect(queue: Any) -> None:
-    """In each step, after SGLang has created senders. SGLang asks only the first pipeline stage about requests that wait for
-    decode; the others must notice the reservation by themselves.
+    """Runs after SGLang has created senders. Later pipeline stages must notice by themselves that decode has reserved:
+    SGLang asks only the first one.
     """
     if queue.transfer_backend.value == NAME:
         queue.kv_manager.collect_created()
@@ -218,9 +214,9 @@ def _collect(queue: Any) -> None:
 def _send_cached(
     original: Callable[..., None], scheduler: Any, request: Any, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
-    """SGLang's sending of a chunk that it has just cached. Pages that the radix cache does not own wait for the next chunk:
-    SGLang frees duplicates of what another request cached first, and decode may still be reading them. The last chunk is
-    safe, since nothing of the request is cached until it has ended.
+    """Pages that the radix cache does not own wait for the next chunk: SGLang frees duplicates of what another request
+    cached first, and decode may still be reading them. The last chunk is safe, since nothing of the request is cached until
+    it has ended.
 
     With several pipeline stages on a GPU the chunk may still be computed: SGLang waits only before it sends the last one.
     """
@@ -235,7 +231,7 @@ def _send_cached(
 
 
 def _match_prefix(original: Callable[[Any, Any], Any], queue: Any, request: Any) -> Any:
-    """With replaced embeddings the state of the same token ids differs, so decode's radix cache is not searched. SGLang does
+    """With replaced embeddings the same token ids have another state, so decode's radix cache is not searched. SGLang does
     so on prefill.
     """
     if queue.transfer_backend.value != NAME or getattr(request, "positional_embed_overrides", None) is None:
@@ -264,7 +260,7 @@ def _release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Any) -> A
 
 
 def _prefetch(original: Callable[[Any], None], queue: Any) -> None:
-    """SGLang asks for ranks of rooms ahead of time, in threads. `_room_ranks` does not wait in any case."""
+    """SGLang would ask ahead of time, in threads. `_room_ranks` does not wait in any case."""
     if queue.transfer_backend.value != NAME:
         original(queue)
 

@@ -1,6 +1,6 @@
-"""Reads `Facts` from SGLang's pools, which are known by the names of their classes. Imports no SGLang.
+"""Reads `Facts` from SGLang's pools, which are known by their classes' names. Imports no SGLang.
 
-Every other class is refused by name: a wrong guess would damage requests without an error.
+Other classes are refused: a wrong guess would damage requests without an error.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ KNOWN = (*HEADS, *LATENTS, WINDOWS, MINIMAX, *RECURRENT)
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """The draft runners' pools in order, their model's configuration, their attention TP, and their sliding window in
-    tokens.
-    """
+    """The draft runners' pools in order. `tp` is their attention TP, `window` is in tokens."""
 
     pools: tuple[Any, ...]
     config: Any
@@ -52,8 +50,8 @@ class Drafts:
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
-    """What SGLang's scheduler has. `window` is in tokens. `kv_scales` are each layer's, if SGLang divides K and V by them.
-    `windows`, `by_layer` and `reuses_pages` are those of `Facts`.
+    """What SGLang's scheduler has. `window` is in tokens. `kv_scales` are set if SGLang divides K and V by them. `windows`,
+    `by_layer` and `reuses_pages` are those of `Facts`.
     """
 
     kv: Any
@@ -69,7 +67,7 @@ class Pools:
 
 
 def read_facts(pools: Pools, topology: Topology) -> Facts:
-    """This rank's facts. Raises `ConfigError` that names the pool and field of unknown memory."""
+    """Raises `ConfigError` that names the pool and field of unknown memory."""
     full, layers = _full("token_to_kv_pool", pools.kv)
     found: dict[str, Any] = {
         "device": _device(full),
@@ -94,7 +92,9 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
 
 
 def has_numbers(pool: Any, scales: Mapping[int, tuple[float, float]]) -> bool:
-    """Whether the scales of K and V are in the layouts. `pool` is the scheduler's. Floats divided by scales have none there."""
+    """Whether the scales of K and V are in the layouts. `pool` is the scheduler's. Floats divided by scales are not
+    described there.
+    """
     found = getattr(pool, "main_pool", getattr(pool, "full_kv_pool", pool))
     if _name(found) not in HEADS or _name(found) == MXFP8:
         return False
@@ -106,7 +106,9 @@ def _are_one(scales: Mapping[int, tuple[float, float]]) -> bool:
 
 
 def _with_scales(facts: PageFacts | None, scales: Mapping[int, tuple[float, float]], pool: Any) -> PageFacts | None:
-    """SGLang divides by a scale in the model's dtype, which rounds once more. Without scales it is torch's own cast."""
+    """Rounding is known only without scales: then it is torch's own cast. SGLang divides in the model's dtype, which rounds
+    once more.
+    """
     if facts is None or not has_numbers(pool, scales):
         return facts
     found = {layer: scales.get(layer, (1.0, 1.0)) for layer in facts.layers}
@@ -114,7 +116,7 @@ def _with_scales(facts: PageFacts | None, scales: Mapping[int, tuple[float, floa
 
 
 def _rounding(dtype: Any, device: Any) -> str:
-    """What torch's cast does with numbers that are too large: it depends on the device."""
+    """What torch's cast does with too large numbers depends on the device."""
     import torch
 
     is_bounded = bool(torch.tensor(1e6, device=device).to(dtype).float().isfinite())
@@ -126,7 +128,7 @@ def _name(pool: Any) -> str:
 
 
 def _drafts(drafts: Drafts, topology: Topology, *, model: Any) -> tuple[DraftFacts, ...]:
-    """SGLang lists index keys of the first runner, if its pool is of the `model`'s kind."""
+    """SGLang lists the first runner's index keys, if its pool is of the `model`'s kind."""
     if drafts.tp != topology.tp:
         raise ConfigError(f"draft model: expected the attention TP of the model, {topology.tp}, found {drafts.tp}")
     found = []
@@ -163,7 +165,6 @@ def _scale_buffers(pool: Any) -> tuple[Buffer, ...]:
 
 
 def _windows(what: str, pool: Any, config: Any, topology: Topology) -> PageFacts | None:
-    """The sliding layers of an `SWAKVPool`."""
     heads = _window_heads(config) if _name(pool.swa_kv_pool) in HEADS else None
     return _pages(what, pool.swa_kv_pool, _by_kind(pool, window=True), config, topology, heads=heads)
 
@@ -188,7 +189,7 @@ def _full(what: str, pool: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _by_kind(pool: Any, *, window: bool) -> tuple[int, ...]:
-    """The layers of one half of an `SWAKVPool`, in the order of their memory."""
+    """One half's layers, in the order of their memory."""
     found = [(index, layer) for layer, (index, is_window) in pool.layers_mapping.items() if is_window is window]
     return tuple(layer for _, layer in sorted(found))
 
@@ -201,8 +202,8 @@ def _device(pool: Any) -> Device:
 def _pages(
     what: str, pool: Any, layers: tuple[int, ...], config: Any, topology: Topology, *, heads: int | None = None
 ) -> PageFacts | None:
-    """`None` for a pool without layers, which models without attention have. `heads` are the whole model's KV heads, if
-    `config` has others for these layers.
+    """`None` for a pool without layers, which models without attention have. `heads` are the model's KV heads, if `config`
+    has others for these layers.
     """
     if not layers:
         return None
@@ -270,7 +271,6 @@ def _dtype(dtype: Any) -> str:
 
 
 def _window_heads(config: Any) -> int:
-    """KV heads of sliding layers in the whole model."""
     text = config.hf_text_config
     other = getattr(text, "attention_other_setting", None)
     if other is not None:
@@ -287,8 +287,8 @@ def _index(pool: Any, layers: tuple[int, ...]) -> IndexFacts | None:
 
 
 def _slots(mamba: Any, config: Any, topology: Topology) -> tuple[SlotFacts, ...]:
-    """Tensors of recurrent state, in the order of `KVArgs`, each with its axes in the order of memory. SGLang lists
-    Qwen4-Exp's PLE state with them: its n-gram context is of no layer.
+    """In the order of `KVArgs`, each with its axes in the order of memory. SGLang lists Qwen4-Exp's PLE state with them: its
+    n-gram context is of no layer.
     """
     found = []
     for role, tensor, axis, layer in mamba._iter_transfer_state_entries():
@@ -331,7 +331,7 @@ def _slot_axes(role: str, num_axes: int, sharded: int | None, *, grouped: bool) 
 
 
 def _conv_blocks(config: Any, what: str) -> tuple[Block, ...]:
-    """The blocks of a convolution's channels in the whole model. Ranks divide each block by itself."""
+    """The blocks of a convolution's channels in the whole model."""
     shape = config.mamba2_cache_params.shape if config is not None else None
     if shape is None:
         raise ConfigError(f"{what}: expected a configuration of recurrent layers, found none")

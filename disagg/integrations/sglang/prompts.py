@@ -1,4 +1,4 @@
-"""What shapes an SGLang request's state: what its radix cache keys consist of, in a form that other servers can compare."""
+"""What shapes an SGLang request's state: the parts of its radix cache keys, in a form that other servers can compare."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from disagg.integrations.handoff import prompt_digest
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """In `token_ids` images and other items have ids that SGLang makes from their hashes. `embeddings` are rows in place of
-    ids, `replaced` SGLang's `PositionalEmbeds`. `namespace` is the caller's `extra_key`.
+    """In `token_ids` images and other items have ids made from hashes. `embeddings` replace all ids, `replaced` is SGLang's
+    `PositionalEmbeds`. `namespace` is the caller's `extra_key`.
     """
 
     token_ids: Sequence[int]

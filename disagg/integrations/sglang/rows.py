@@ -18,8 +18,8 @@ from disagg.state.window import ring_rows
 
 
 def request_id(room: Any) -> bytes:
-    """Raises `LocalProtocolError` for what cannot be a room: clients may give anything. In SGLang's metadata buffers 0 means
-    that nothing was written, and from 2**63 on its scheduler ends.
+    """Raises `LocalProtocolError` for an invalid room. To SGLang 0 means that no room was written; from 2**63 on its
+    scheduler ends.
     """
     if not isinstance(room, int) or not 1 <= room < 2**63:
         raise LocalProtocolError(f"bootstrap_room: expected an integer from 1 to 2**63 - 1, found {room!r:.80}")
@@ -39,8 +39,8 @@ def to_the_end(ids: Any, num_tokens: int, *, page_size: int) -> Pages:
 def state_rows(
     kinds: Sequence[Any], lists: Sequence[Any] | None, *, num_tokens: int, prefix: int = 0, page_size: int, facts: Facts
 ) -> dict[str, Rows]:
-    """A request's rows by component, from one list for each of `kinds`. Some lists have pages for decode's first `prefix`
-    tokens, which other requests may share. Raises `LayoutError` for a list that is missing or cannot be the request's.
+    """A request's rows by component. Some lists have pages for decode's first `prefix` tokens, which other requests may
+    share. Raises `LayoutError` for a list that is missing or cannot be the request's.
     """
     if len(kinds) != len(lists or ()):
         raise LayoutError(f"state lists: expected {len(kinds)}, one for each kind of state, found {len(lists or ())}")
@@ -75,11 +75,11 @@ _COMPONENTS = {
     "qsa_compressed": ("compressed",),
     "qsa_pending": ("pending", "positions"),
 }
-"""The model's components for each of SGLang's kinds of state. Those of "mamba" are in the facts."""
+"""By SGLang's kinds of state. Those of "mamba" are in the facts."""
 
 
 def _components(kind: str, facts: Facts) -> list[str]:
-    """Of the model and of its draft runners."""
+    """The components of a kind, of the model and of its draft runners."""
     if kind == "mamba":
         return list(dict.fromkeys(slot.component for slot in facts.slots))
     found = list(_COMPONENTS[kind])
@@ -98,7 +98,7 @@ def _components(kind: str, facts: Facts) -> list[str]:
 
 
 def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Facts) -> dict[str, TokenRange]:
-    """The tokens that decode needs of each component of pages, if it has the first `prefix` tokens."""
+    """The tokens that decode needs of each component, if it has the first `prefix`."""
     found: dict[str, TokenRange] = {}
     is_partial = facts.by_layer and not facts.reuses_pages
     windows = {facts.kv_name(layer): window for layer, window in facts.windows.items()} if is_partial else {}
@@ -125,7 +125,7 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
 
 
 def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
-    """The pages of full attention: the model's, and those of draft layers, which share the ids."""
+    """The pages of full attention. Draft layers share the ids."""
     pages = Pages(np.asarray(ids).reshape(-1), first_token=first_token)
     names = [facts.kv_name(layer) for layer in facts.kv.layers] if facts.kv is not None else []
     for number, draft in enumerate(facts.drafts):
@@ -135,13 +135,12 @@ def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
 
 
 def _without(pages: Pages, num_tokens: int, *, page_size: int) -> Pages:
-    """The pages after the first `num_tokens` tokens."""
     num = max(num_tokens - pages.first_token, 0) // page_size
     return Pages(pages.ids[num:], first_token=pages.first_token + num * page_size)
 
 
 def _scales(facts: Facts) -> dict[str, int]:
-    """The components of block scales, and how many tokens a block has."""
+    """The tokens of a block, by component of block scales."""
     found = {"kv_scales": facts.kv, "window_scales": facts.window_kv}
     for number, draft in enumerate(facts.drafts):
         found |= {draft_name(number, "scales"): draft.kv, draft_name(number, "window_scales"): draft.window_kv}
@@ -149,7 +148,7 @@ def _scales(facts: Facts) -> dict[str, int]:
 
 
 def _tails(facts: Facts) -> dict[str, IndexFacts]:
-    """Index keys that have rings of tokens without a key, by the rings' names."""
+    """Index keys with rings of tokens without a key, by the rings' names."""
     draft = facts.drafts[0].index if facts.drafts else None
     found = {"index_tail": facts.index, draft_name(0, "index_tail"): draft}
     return {name: index for name, index in found.items() if index is not None and index.tail}

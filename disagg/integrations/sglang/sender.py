@@ -21,8 +21,8 @@ from disagg.requests import Sender
 
 
 class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
-    """Serves whichever decode instance reserves the room. The request stays in `Bootstrapping` until all its ranks have.
-    `prompt` is set once SGLang has created the sender.
+    """Serves whichever decode instance reserves the room, and waits in `Bootstrapping` until all its ranks have. `prompt` is
+    set once SGLang has created the sender.
     """
 
     handle: Sender | None = None
