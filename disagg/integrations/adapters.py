@@ -78,7 +78,7 @@ def _version(path: str) -> tuple[tuple[int, int], ...]:
 
 
 def _digest(files: tuple[Path, ...]) -> str:
-    """Without files, or if one cannot be read, never the same twice."""
+    """Unique without files, or if one cannot be read."""
     try:
         parts = [file.name.encode() + b"\0" + _content(file) for file in files]
     except OSError as error:

@@ -30,8 +30,8 @@ _HAS_LENGTH = ("llama3", "yarn")
 
 
 def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loaded: Any, text: Any) -> tuple[str, ...]:
-    """The words of a model. `config` is its `config.json`; `overridden` are fields that the command line sets; `loaded` is
-    the server's configuration, `text` that of its text model.
+    """`config` is the `config.json`; `overridden` are fields that the command line sets; `loaded` is the server's
+    configuration, `text` that of its text model.
     """
     merged = {**config, **_overrides(config, overridden, loaded)}
     layers = _layers(merged, text)
@@ -44,13 +44,13 @@ def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loade
 
 
 def described_overrides(overridden: Mapping[str, Any], loaded: Any) -> tuple[str, ...]:
-    """What the command line sets, for a model that is not described otherwise."""
+    """The words for a model that is not described otherwise."""
     fields = _overrides({}, overridden, loaded)
     return words({key: value for key, value in fields.items() if not is_ignored(key) and key not in ROTARY | LAYOUT})
 
 
 def rotary(text: Any, *, long_rope: str) -> tuple[str, ...]:
-    """Rotary embeddings as loaded. `long_rope` is added to a `longrope`."""
+    """`long_rope` is added to a `longrope`."""
     given = getattr(text, "rope_parameters", None)
     if given is None:  # before version 5 of transformers
         given = {"rope_theta": getattr(text, "rope_theta", None), **(getattr(text, "rope_scaling", None) or {})}
@@ -60,7 +60,7 @@ def rotary(text: Any, *, long_rope: str) -> tuple[str, ...]:
 
 
 def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str) -> dict[str, Any]:
-    """Known names, without defaults, and with the length from which the embedding is made."""
+    """The loaded values without defaults, and with the length from which the embedding is made."""
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = _ALIKE.get(kind, kind)
     found = {name: value for name, value in given.items() if name not in ("type", "rope_type") and value is not None}
@@ -110,9 +110,7 @@ def is_ignored(key: str) -> bool:
 
 
 def _layers(config: Mapping[str, Any], text: Any) -> dict[str, str] | None:
-    """The layers of each kind of state. `None` for an unknown model, or one with other kinds of layers, which may have no
-    state.
-    """
+    """The layers of each kind of state. `None` for an unknown model, or one with other kinds of layers."""
     if not _KINDS.issuperset(getattr(text, "layer_types", None) or ()):
         return None
     try:

@@ -29,8 +29,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """What neither a server's configuration nor a layout shows. `keys`: K before or after its rotary embedding, in the style
-    of the model's code in transformers. `kv_heads`: whether in the checkpoint's order. `first_position`: the first prompt
-    token's.
+    of transformers. `kv_heads`: whether in the checkpoint's order. `first_position`: the first prompt token's.
     """
 
     keys: Literal["rotated", "plain"]
@@ -55,8 +54,8 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What a server's own layers compute with. `windows`: how many tokens before the next one each layer with a window
-    attends to. `kv_scales`: by what quantized K and V of a layer are multiplied. `long_rope`: the factors of a `longrope`.
+    """What a server's layers compute with. `windows`: how many tokens before the next one each layer with a window attends
+    to. `kv_scales`: by what K and V are multiplied if they are quantized. `long_rope`: the factors of a `longrope`.
     `options`: those that change states, if set.
     """
 
@@ -104,8 +103,7 @@ def has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def component_name(kind: str, layer: int | None) -> str:
-    """A model whose layers all keep the same kind of state for all tokens has one component (`layer` is `None`). Any other
-    has one per layer, since each server groups layers differently, with page ids per group. `has_windows` decides from
-    `config.json`, so that all servers use the same names.
+    """A model whose layers all keep the same state for all tokens has one component (`layer` is `None`). Others have one per
+    layer, since servers group layers differently. Either follows from `config.json`, so all servers use the same names.
     """
     return kind if layer is None else f"{kind}.{layer}"

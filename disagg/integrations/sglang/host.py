@@ -107,7 +107,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
 
     def launched() -> ReadyEvent | None:
         if not (scheduler.enable_overlap or parallel.pp_size > 1) or torch.device(queue.token_to_kv_pool.device).type != "cuda":
-            return None  # nothing runs when SGLang looks at results
+            return None  # each pass has ended by then
         if scheduler.forward_stream.query():
             return None  # no pass is under way
         event = torch.cuda.Event()

@@ -98,7 +98,7 @@ def check_logprobs(request: Any, limit: int) -> None:
 
 
 def _rows_digest(rows: Any) -> str:
-    """Never the same twice for rows in another process's GPU memory."""
+    """Unique for rows in another process's GPU memory."""
     if not isinstance(rows, (torch.Tensor, list)):
         return secrets.token_hex(16)
     values = torch.as_tensor(rows, dtype=torch.float32).cpu().contiguous().numpy()

@@ -27,8 +27,8 @@ RETRY_S = 0.5
 
 
 def num_replicas(parallel: Any) -> int:
-    """How many replicas answer at this replica's HTTP server. In its configuration a dense model's replica finds
-    `data_parallel_size` 1. With one HTTP server per host it does not learn the number of all replicas.
+    """How many replicas answer at this replica's HTTP server. A dense model's replica finds `data_parallel_size` 1. With one
+    HTTP server per host it does not learn the number of all replicas.
     """
     if parallel.local_engines_only:
         return int(parallel.data_parallel_size_local)
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _register(url: str, rank: int, name: str) -> None:
-    """Until the first replica's server answers."""
+    """Repeat until the first replica's server answers."""
     has_failed = False
     while True:
         try:

@@ -16,7 +16,7 @@ from disagg.core.errors import ConfigError
 from disagg.integrations.vllm.groups import Group, Kind
 
 MODULES = re.compile(r"(^|\.)(draft_model|mtp|mtp_layers|eagle_layers)\.")
-"""In layer names: draft models that vLLM does not number after the model's own layers."""
+"""Modules of draft models that vLLM does not number after the model's own layers."""
 
 
 class Drafts:
@@ -41,7 +41,7 @@ class Drafts:
 
 
 def _draft_names(config: VllmConfig, names: set[str]) -> set[str]:
-    """As vLLM marks them, or by name if it marks none."""
+    """Layers that vLLM marks, or, if it marks none, those that their names show to draft."""
     layers = config.compilation_config.static_forward_context
     marked = {name for name in names if getattr(layers.get(name), "is_draft_layer", False)}
     num_layers = config.model_config.get_total_num_hidden_layers()

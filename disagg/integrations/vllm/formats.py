@@ -1,6 +1,4 @@
-"""How an attention layer's bytes lie in one of vLLM's blocks: `[block, head slot, token, content]`, where the format says
-what slots and content are.
-"""
+"""How an attention layer's bytes lie in vLLM's blocks `[head slot, token, content]`: what the slots and the content are."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from disagg.state import sparse
 from disagg.state.declare import Role, Rule, by_tp, declare, whole
 
 Tensors = Mapping[int, torch.Tensor]
-"""By layer id."""
+"""Tensors by layer id."""
 
 DS_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Bytes per token of latents that FlashMLA packs with their scales."""
@@ -157,7 +155,7 @@ def _format(spec: AttentionSpec) -> Format | None:
 def convolved_component(
     name: str, tensors: Tensors, spec: SlidingWindowSpec, *, topology: Topology, optional: bool
 ) -> Component:
-    """Divided by head. vLLM never gives two ranks the same head."""
+    """The inputs are divided by head. vLLM never gives two ranks the same head."""
     inner = {"kv_head": by_tp(spec.num_kv_heads * topology.tp), "dim": whole(spec.head_size)}
     roles = [Role(name="inputs", axes="hnd", inner=inner).of(tensors)]
     return declare(name, roles, rows="pages", topology=topology, optional=optional)

@@ -97,9 +97,9 @@ class Group:
     def by_kind(self, num_layers: int | None) -> dict[Kind, dict[int, str]]:
         """This worker's layers by kind, then by their ids in a model of `num_layers` layers, or vLLM's numbers (`None`).
 
-        vLLM numbers a layer's recurrent state from `num_layers` on if the layer also has attention. Attention has such
-        numbers if layers run several times per token, each time with another cache. A name with two numbers means a block
-        with several attentions, each a layer. Raises `ConfigError` for two caches of one kind in a layer.
+        vLLM numbers a recurrent state from `num_layers` on if its layer also has attention, and attention if layers run
+        several times per token, each time with another cache. A name with two numbers means a block with several attentions,
+        each a layer. Raises `ConfigError` for two caches of one kind in a layer.
         """
         found: dict[Kind, dict[int, str]] = {}
         per_block = 1 + max((int(second) for name in self.specs for second in _numbers(name)[1:]), default=0)
@@ -121,10 +121,8 @@ class Group:
         return any(spec.sliding_window is not None or spec.attention_chunk_size is not None for spec in kept)
 
     def needed(self, start: int, stop: int, *, window_page: int = 1) -> TokenRange:
-        """The tokens that decode needs to compute token `stop`, if it has those before `start`.
-
-        Prefill keeps windows from a multiple of `window_page` on. If that is early enough, the range begins with the block
-        of the window's first token, to load it whole.
+        """The tokens that decode needs to compute token `stop`, if it has those before `start`. Prefill keeps windows from a
+        multiple of `window_page` on. If that is early enough, the block with the window's first token is loaded whole.
         """
         if self.chunk is not None:
             return max(start, stop - stop % self.chunk), stop
@@ -182,7 +180,7 @@ def _check(spec: KVCacheSpec, what: str) -> None:
 
 
 def num_handed_over(num_prompt_tokens: int) -> int:
-    """All but the last prompt token, which decode always computes."""
+    """All prompt tokens but the last, which decode always computes."""
     return num_prompt_tokens - 1
 
 

@@ -32,13 +32,11 @@ BY_HEAD = (Kind.FULL, Kind.WINDOW, Kind.CHUNK)
 """Layers with a K and a V for each head."""
 
 Gather = Callable[[Any], list[Any]]
-"""What every rank of a group gives, in order."""
+"""Returns what every rank of a group gives, in order."""
 
 
 def read_source(config: VllmConfig, *, name: str | None) -> Source:
-    """Without the setting `name` the model must have a `config.json`, in its folder or in the local cache. Raises
-    `ConfigError` if it has none, and for overrides by a function.
-    """
+    """Raises `ConfigError` for overrides by a function, and without a `config.json`, unless the setting `name` is given."""
     model = config.model_config
     overridden = model.hf_overrides
     if callable(overridden):
@@ -58,8 +56,8 @@ def read_source(config: VllmConfig, *, name: str | None) -> Source:
 def identify(
     config: VllmConfig, groups: Sequence[Group], source: Source, *, name: str | None, from_stages: Gather, from_tp: Gather
 ) -> ModelId:
-    """The model's identity, without draft layers. Every worker calls this, with its stage's groups. `from_stages` gathers
-    from the pipeline stages, `from_tp` from a stage's tensor-parallel ranks.
+    """The model's identity, without draft layers. Every worker calls this. `from_stages` gathers from the pipeline stages,
+    `from_tp` from a stage's tensor-parallel ranks.
     """
     model = config.model_config
     num_layers, num_kv_heads = model.get_total_num_hidden_layers(), int(model.get_total_num_kv_heads())
@@ -74,7 +72,7 @@ def identify(
 
 
 def identify_draft(config: VllmConfig, groups: Sequence[Group], topology: Topology, *, from_tp: Gather) -> str:
-    """A digest of what the KV of draft layers is made with. Every worker of their stage calls this."""
+    """A digest of what draft layers' KV is made with. Every worker of their stage calls this."""
     speculation = config.speculative_config
     model = speculation.draft_model_config
     options = {name: getattr(speculation, name) for name in ("method", "parallel_drafting", "use_heterogeneous_vocab")}
@@ -122,7 +120,7 @@ def _layer(config: VllmConfig, kind: Kind, spec: Any, name: str, topology: Topol
 
 def draft_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
     """The KV heads of a draft layer over all ranks. If its configuration gives several numbers, each rank's heads count as
-    its own. Raises `ConfigError` if the ranks do not divide the heads.
+    its own. Raises `ConfigError` if the ranks do not divide them.
     """
     speculation = config.speculative_config
     model = speculation.draft_model_config
@@ -150,7 +148,7 @@ def head_counts(config: object) -> set[int]:
 
 
 def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:
-    """The FP8 format of a layer's KV cache, if it has one: vLLM's tensors are plain bytes."""
+    """The format of an FP8 cache, which vLLM's tensors do not show."""
     dtype = str(attention_layer(config, layer).kv_cache_dtype)
     if dtype not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         return None
@@ -158,8 +156,8 @@ def fp8_format(config: VllmConfig, layer: str) -> torch.dtype | None:
 
 
 def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
-    """The scales of K and V, if peers may hold the numbers in another format: FP8 with one scale each, or 1 if not
-    quantized. The library does not convert `fnuz` formats.
+    """The scales of K and V that peers may hold in another format: one each for FP8, or 1 if not quantized. `fnuz` formats
+    are not converted.
     """
     attention = attention_layer(config, layer)
     if str(attention.kv_cache_dtype) in PLAIN:
@@ -171,15 +169,13 @@ def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
 
 
 def scales_now(config: VllmConfig) -> dict[str, tuple[float, float]]:
-    """The scales of K and V now, by layer: new weights bring others. vLLM has copies on the host, so this does not wait for
-    a GPU.
-    """
+    """The present scales of K and V by layer: new weights bring others. Does not wait for a GPU."""
     layers = config.compilation_config.static_forward_context.items()
     return {name: (each._k_scale_float, each._v_scale_float) for name, each in layers if hasattr(each, "_k_scale_float")}
 
 
 def _has_scales_by_head(attention: Any) -> bool:
-    """By its checkpoint: a rank may have a single head."""
+    """The checkpoint decides, since a rank may have a single head."""
     method = getattr(attention, "quant_method", None)
     scheme = getattr(method and method.quant_config, "kv_cache_scheme", None) or {}
     return bool(scheme.get("strategy") == "attn_head")
@@ -190,7 +186,7 @@ def attention_layer(config: VllmConfig, layer: str) -> Any:
 
 
 def _windows(config: VllmConfig, groups: Sequence[Group], num_layers: int | None) -> dict[int, int]:
-    """How many tokens before the next one each layer of this stage attends to, if it has a window."""
+    """The layers with a window, and how many tokens before the next one it has."""
     found = {}
     for group in groups:
         by_kind = group.by_kind(num_layers)
@@ -205,8 +201,8 @@ def _windows(config: VllmConfig, groups: Sequence[Group], num_layers: int | None
 def _kv_scales(
     config: VllmConfig, groups: Sequence[Group], num_layers: int | None, num_kv_heads: int, from_tp: Gather
 ) -> dict[int, tuple[float, ...]]:
-    """The scales of K and V of this stage's quantized layers: one each, or one per KV head of the model. The target's
-    `tensor_scales` are in the layouts instead.
+    """The scales of K and V of quantized layers: one each, or one per KV head of the model. The target's `tensor_scales` are
+    in the layouts instead.
     """
     own: dict[int, tuple[list[float], ...]] = {}
     heads: dict[int, int] = {}  # this rank's, of layers with scales by head
@@ -242,7 +238,7 @@ def _long_rope(model: ModelConfig) -> Literal["short", "long"]:
 
 
 def _options(config: VllmConfig) -> dict[str, Any]:
-    """Options that change states, if set. Not every version of vLLM has all of them."""
+    """Options that change states, if set. Not every vLLM has all of them."""
     places = {
         "additional_config": config,
         "model_class_overrides": config.model_config,

@@ -50,8 +50,8 @@ class Kept:
 
 
 class KeptRequests:
-    """At most `max_blocks` blocks, without those of stopped requests. A shared block counts for each request. Nothing here
-    frees a block.
+    """At most `max_blocks` blocks are kept, without those of stopped requests. A shared block counts for each request.
+    Nothing here frees a block.
     """
 
     def __init__(self, *, max_blocks: int, num_ranks: int) -> None:
@@ -87,16 +87,18 @@ class KeptRequests:
         return None
 
     def give_up(self, num_blocks: int) -> list[HandOff]:
-        """Give up the oldest requests, until they have so many blocks or none is left."""
+        """Give up the oldest requests that together have so many blocks."""
         return _give_up([kept for kept in self._requests.values() if not kept.is_given_up], num_blocks)
 
     def make_free(self, num_blocks: int, *, num_free: int) -> list[HandOff]:
-        """Give up requests until `num_blocks` are or will be free."""
+        """Give up requests until `num_blocks` are free."""
         given_up = sum(len(kept.blocks) for kept in self._requests.values() if kept.is_given_up)
         return self.give_up(num_blocks - num_free - given_up)
 
     def end(self, ended: Mapping[str, int]) -> Iterator[list[Any]]:
-        """Forget requests that every rank has ended. `ended` says how many more ranks have ended each. Returns their blocks."""
+        """Forget requests that every rank has ended, and return their blocks. `ended` says how many more ranks have ended
+        each.
+        """
         for req_id, num_ranks in ended.items():
             kept = self._requests.get(req_id)
             if kept is not None:
@@ -106,7 +108,7 @@ class KeptRequests:
 
 
 def _give_up(requests: Iterable[Kept], num_blocks: int) -> list[HandOff]:
-    """Give up the first requests that together have so many blocks. Returns them."""
+    """Give up the first requests that together have so many blocks."""
     ended = []
     for kept in requests:
         if num_blocks <= 0:
@@ -173,16 +175,14 @@ class Keeper:
         return {"kept": hand_off.params()} if given is True else None
 
     def answer(self, request: Request) -> dict[str, Any] | None:
-        """What `keep` would have returned, for a request that asks for it (`kept_request_id`), or that stopped the kept one
-        (`stop_request_id`).
-        """
+        """The hand-off for a request that asks for it (`kept_request_id`), or that stopped the kept one."""
         params = request.kv_transfer_params or {}
         hand_off = self._requests.find(str(params.get("kept_request_id") or params.get("stop_request_id", "")))
         return None if hand_off is None else {"kept": hand_off.params()}
 
     def make_room(self, num_tokens: int, step: StepMetadata, *, num_requests: int = 1) -> None:
         """Give up requests until `num_requests` others, with `num_tokens` more tokens each, have free blocks. Blocks that
-        vLLM's prefix cache has for them count too: they are free until it takes them.
+        vLLM's prefix cache has for them are free until it takes them.
         """
         num_blocks = num_requests * sum(
             -(-num_tokens // group.block_size) + -(-self._num_drafted // group.block_size) + group.num_scratch
@@ -196,7 +196,7 @@ class Keeper:
             give_back(self._manager, blocks)
 
     def _problem(self, request: Request, blocks: BlockIds, num_tokens: int) -> str:
-        """Why the state of the first `num_tokens` tokens is not whole, if so."""
+        """Why the state of `num_tokens` tokens is not whole, if so."""
         if request.prompt_embeds is not None:
             return "prompts of embeddings cannot be compared with longer ones"
         if not self._prompts.is_known(request):
@@ -213,7 +213,6 @@ class Keeper:
         return ""
 
     def _send(self, req_id: str, hand_off: HandOff, blocks: BlockIds, step: StepMetadata) -> None:
-        """Let the workers send a request to whoever reserves it."""
         num_tokens, prompt = hand_off.remote_num_tokens or 0, hand_off.remote_prompt
         payload = Payload(
             engine=ENGINE,
@@ -249,7 +248,7 @@ def _kinds(group: Group) -> set[Kind]:
 
 
 def problem_of_id(request_id: str, name: str) -> str:
-    """Why an id cannot be that of a hand-over, if so. `name` is its parameter."""
+    """Why an id cannot be a hand-over's, if so. `name` is its parameter."""
     if len(request_id) == 32 and not set(request_id) - set("0123456789abcdef"):
         return ""
     return f"{name}: expected {'true or ' if name == 'keep' else ''}32 hexadecimal digits, found {request_id!r:.100}"

@@ -1,8 +1,7 @@
 """vLLM's KV cache tensors as components.
 
 An attention layer has a tensor `[block, head, token, K and V]` (`formats.py` has others), a recurrent layer bytes `[block,
-1, 1, nbytes]` with its states one after the other. A block may consist of several kernel blocks, which are this library's
-pages.
+1, 1, nbytes]` with one state after the other. A block may consist of several kernel blocks, which are this library's pages.
 """
 
 from __future__ import annotations
@@ -101,11 +100,8 @@ def read_caches(
     from_tp: Gather,
 ) -> tuple[Cache, ...]:
     """Describe a worker's KV cache. `model` is the `config.json`. `from_tp` gathers from the stage's tensor-parallel ranks.
-
-    Draft layers are optional components. Their names say what their KV is made with, so servers with different drafts share
-    none.
-
-    Raises `ConfigError` if the cache cannot be moved, or its tensors are not as expected.
+    Draft layers are optional components, named by what their KV is made with. Raises `ConfigError` if the cache cannot be
+    moved, or its tensors are not as expected.
     """
     groups = drafts.target(read_groups(kv, dcp=topology.cp))
     draft_groups = drafts.draft(read_groups(kv, dcp=topology.cp))
@@ -146,9 +142,7 @@ def read_caches(
 
 
 def rank_topology(parallel: ParallelConfig, *, tp_rank: int, pp_rank: int) -> Topology:
-    """With decode context parallelism (DCP), neighbouring tensor-parallel ranks of vLLM have the same heads and divide the
-    tokens.
-    """
+    """With decode context parallelism (DCP), neighbouring ranks have the same heads and divide the tokens."""
     dcp = parallel.decode_context_parallel_size
     return Topology(
         tp=parallel.tensor_parallel_size // dcp,
@@ -178,9 +172,7 @@ def _over_all_ranks(inner: Inner) -> Inner:
 
 
 def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The cache with the dtype of its values: to vLLM both FP8 formats are bytes. Raises `ConfigError` for a plug-in's
-    format.
-    """
+    """To vLLM both FP8 formats are bytes. Raises `ConfigError` for a plug-in's format."""
     name = str(attention_layer(config, layer).kv_cache_dtype)
     if name not in (*PLAIN, *get_args(CacheDType)):
         raise ConfigError(f"layer {layer!r}: expected one of vLLM's own KV cache formats, found {name!r}")
@@ -189,8 +181,8 @@ def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor
 
 
 def _total_heads(config: VllmConfig, describe: Describe, layer: int, spec: Any, topology: Topology) -> int:
-    """The KV heads of a layer over all tensor-parallel ranks. Ranks with one head each may share it. If the layer's number
-    is unknown, each rank's head counts as its own: only servers with the same tensor parallelism fit then.
+    """The KV heads of a layer over all ranks. Ranks with one head each may share it. If the layer's number is unknown, each
+    rank's head counts as its own: only servers with the same tensor parallelism fit then.
     """
     if spec.num_kv_heads > 1 or topology.tp == 1:
         return int(spec.num_kv_heads) * topology.tp
@@ -298,7 +290,7 @@ def _cpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Ten
 
 
 def _state_roles(describe: Describe, name: str, layer: int, spec: Any, topology: Topology) -> tuple[Role, ...]:
-    """In memory order."""
+    """The states of a layer, in memory order."""
     if spec.mamba_type.name == "LINEAR":
         ((heads, key_dim, value_dim),) = spec.shapes
         (role,) = lightning_roles(num_heads=heads * topology.tp * topology.cp, key_head_dim=key_dim, value_head_dim=value_dim)
@@ -312,8 +304,8 @@ def _state_roles(describe: Describe, name: str, layer: int, spec: Any, topology:
 
 
 def _state(describe: Describe, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology) -> Component:
-    """The convolution window and the recurrent state of a layer, or one of them. With speculation the window has more places
-    than the model reads; the prompt's come first.
+    """A layer's convolution window, its recurrent state, or both. With speculation the window has more places than the model
+    reads; the prompt's come first.
     """
     (layer,) = tensors
     kinds = _state_roles(describe, name, layer, shape, topology)

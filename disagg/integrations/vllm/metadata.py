@@ -57,13 +57,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOff(Place, frozen=True, kw_only=True):
-    """Where to find a request: `kv_transfer_params` of prefill's answer and of the request to decode, or, for one that was
-    kept after its answer, their `kept`.
+    """Where to find a request: `kv_transfer_params` of prefill's answer and of the request to decode, or their `kept` for
+    one that was kept after its answer.
 
-    `remote_request_id` is the transfer's id in hexadecimal. `remote_num_tokens` leading tokens are handed over; without it
-    prefill is asked at the same time, and hands over all prompt tokens but the last. `remote_prompt` is their digest,
-    without the last prompt token: vLLM gives a list's prompts the same parameters. A kept request lasts `remote_keep_s`, and
-    may be taken in part: `remote_beginnings` are the joined digests of its beginnings.
+    `remote_request_id` is in hexadecimal. `remote_num_tokens` leading tokens are handed over; without it prefill is asked at
+    the same time, and hands over all prompt tokens but the last. `remote_prompt` is their digest, without the last prompt
+    token: vLLM gives a list's prompts the same parameters. A kept request may be taken in part: `remote_beginnings` are
+    joined digests.
     """
 
     remote_request_id: str
@@ -75,8 +75,8 @@ class HandOff(Place, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
-        """The hand-off in `kv_transfer_params`, also of MooncakeConnector's proxies. Accepts floats for integers, as in a
-        protobuf `Struct`. Raises `msgspec.ValidationError` or `ValueError`.
+        """The unused hand-off, also of MooncakeConnector's proxies. Accepts floats for integers, as in a protobuf `Struct`.
+        Raises `msgspec.ValidationError` or `ValueError`.
         """
         part = cls.part(params)
         if part is None:
@@ -93,7 +93,7 @@ class HandOff(Place, frozen=True, kw_only=True):
 
     @staticmethod
     def part(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """The unused hand-off: all of `params`, or their `kept`."""
+        """All of `params`, or their `kept`, if it is an unused hand-off."""
         for part in (params, (params or {}).get("kept")):
             if isinstance(part, dict) and part.get("do_remote_prefill"):
                 return part
@@ -116,8 +116,8 @@ class HandOff(Place, frozen=True, kw_only=True):
 
 
 def transfer_id(params: Mapping[str, Any]) -> bytes | None:
-    """The id that a proxy gave a transfer: `remote_request_id` in hexadecimal, or any text as the `transfer_id` of
-    MooncakeConnector's proxies. Raises `ValueError`.
+    """The id that a proxy gave a transfer: `remote_request_id`, or any text as MooncakeConnector's `transfer_id`. Raises
+    `ValueError`.
     """
     if given := params.get("remote_request_id"):
         return bytes.fromhex(str(given))
@@ -128,7 +128,7 @@ def transfer_id(params: Mapping[str, Any]) -> bytes | None:
 
 @dataclass(frozen=True)
 class Load:
-    """Receive the tokens `[start, stop)`; of each KV cache group only `needs`. `prompt` is the digest of the first `stop`."""
+    """Receive the tokens `[start, stop)`; of each group only `needs`. `prompt` is the digest of the first `stop`."""
 
     req_id: str
     hand_off: HandOff
@@ -204,7 +204,7 @@ class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Changes in how many ranks hold a lease of a failed load, and how many no longer need a kept request's blocks."""
+    """Changes in how many ranks hold a failed load's lease, and how many no longer need a kept request's blocks."""
 
     leases: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
@@ -217,7 +217,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 def share_logging() -> None:
-    """Send this library's log records where vLLM's go. The line for each request appears only at level DEBUG."""
+    """Send log records where vLLM's go. The line for each request appears only at level DEBUG."""
     ours, theirs = logging.getLogger("disagg"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate

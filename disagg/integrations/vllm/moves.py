@@ -47,7 +47,7 @@ class Moves:
         self._stopped: dict[str, int] = {}
         """The original `max_tokens` of stopped requests, by `move_id`."""
         self._told: dict[str, dict[str, Any]] = {}
-        """What requests that stop others are answered, by vLLM's ids."""
+        """The answers of requests that stop others, by vLLM's ids."""
 
     def add(self, request: Request, *, reason: str) -> None:
         """Note a new request, and stop the one that it names. `reason`: why this server keeps nothing, if so."""
@@ -58,9 +58,7 @@ class Moves:
             self._told[request.request_id] = self._stop(str(move_id), reason, is_chat=bool(params.get("is_chat")))
 
     def remove(self, request: Request) -> tuple[str, dict[str, Any] | None]:
-        """Forget a request that has ended. Returns the id by which it is kept if it was stopped, and its answer if it
-        stopped another.
-        """
+        """Returns the id by which the request is kept if it was stopped, and its answer if it stopped another."""
         told = self._told.pop(request.request_id, None)
         move_id = str((request.kv_transfer_params or {}).get("move_id") or "")
         requests = self._running.get(move_id, [])
@@ -76,7 +74,7 @@ class Moves:
         return (move_id if is_cut else ""), told
 
     def _stop(self, move_id: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
-        """End a request after the tokens that are being computed, unless it cannot continue elsewhere unchanged."""
+        """End a request after the current step, unless it cannot continue elsewhere unchanged."""
         requests = self._running.get(move_id, [])
         if len(requests) != 1:
             several = "several answers have this move_id: one cannot be continued alone"
@@ -116,7 +114,7 @@ class Moves:
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Compared as text, since some are arrays."""
+    """Parameters are compared as text, since some are arrays."""
     return str(value) in ("None", "[]", str(getattr(DEFAULTS, name)))
 
 

@@ -24,20 +24,20 @@ class Prompts:
         return adapter is None or adapter.done()
 
     def digest(self, request: Request, num_tokens: int) -> str:
-        """Empty, which equals no other digest, while unknown."""
+        """Empty while it is unknown, which equals no digest."""
         if not self.is_known(request):
             return ""
         return prompt_digest(request.all_token_ids[:num_tokens], self._beside(request, num_tokens))
 
     def beginnings(self, request: Request, num_tokens: int) -> Iterator[tuple[int, str]]:
-        """None while unknown."""
+        """Yields none while they are unknown."""
         if not self.is_known(request):
             return iter(())
         return beginnings(request.all_token_ids[:num_tokens], lambda stop: self._beside(request, stop))
 
     def num_common(self, request: Request, hand_off: HandOff, most: int) -> int:
-        """The leading tokens, at most `most`, that a request shares with a kept one, as far as digests tell. None for a
-        prompt of embeddings: no server keeps one, and each digest would read them from the start.
+        """The leading tokens, at most `most`, that a request shares with a kept one, as far as digests tell. Embeddings
+        share none: no server keeps such a prompt, and each digest would read them from the start.
         """
         if request.prompt_embeds is not None:
             return 0
@@ -58,7 +58,7 @@ class Prompts:
         return self._adapters.digest(adapter.lora_path, loaded=adapter.lora_int_id, may_change=adapter.load_inplace)
 
     def _beside(self, request: Request, num_tokens: int) -> Iterator[tuple[str, str]]:
-        """In the order of vLLM's block hashes (`generate_block_hash_extra_keys`)."""
+        """The order is that of vLLM's block hashes (`generate_block_hash_extra_keys`)."""
         adapter = self._adapter(request)
         if adapter is not None:
             yield "adapter", adapter.result()

@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 NUM_LOADED = 4096
 NUM_SHARED = 1024
 ONE_OF_SEVERAL = re.compile(r"(\d+)_(.+)", re.DOTALL)
-"""vLLM's id of one of `n` answers to a prompt: its number, then the id that they share (`ParentRequest`)."""
+"""vLLM's id of one of `n` answers: its number, then the id that they share (`ParentRequest`)."""
 LATER_PROMPT = re.compile(r"cmpl-.+-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
-"""vLLM's id of a later prompt of a list. Only the first prompt's `kv_transfer_params` are returned."""
+"""vLLM's id of a later prompt of a list. It returns only the first one's `kv_transfer_params`."""
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False}
 """Given `null` instead, some proxies fail, or send decode prefill's parameters."""
 
@@ -65,8 +65,6 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
-    """Log a hook's exception, and return `otherwise()`."""
-
     def wrap(hook: Hook) -> Hook:
         @functools.wraps(hook)
         def call(*args: Any) -> object:
@@ -92,8 +90,8 @@ def logged(cost: str) -> Iterator[None]:
 
 @dataclass
 class Prefill:
-    """A request for another server to decode: its first `num_tokens` tokens, of which the workers have `num_sent`. With
-    `first_token` decode starts from the token drawn after them. `is_ended`: the workers have all that decode gets.
+    """A request for another server to decode. Of its first `num_tokens` tokens the workers have `num_sent`. With
+    `first_token` decode starts from the token drawn after them. `is_ended`: the workers have everything.
     """
 
     request: Request
@@ -108,8 +106,6 @@ class Prefill:
 
 
 class SchedulerHalf:
-    """Lives in the process of vLLM's EngineCore."""
-
     def __init__(self, config: VllmConfig, kv: KVCacheConfig, options: Options) -> None:
         self._config, self._options = config, options
         self._queue = Queue(options.hold_s)
@@ -133,13 +129,13 @@ class SchedulerHalf:
         self._offered: dict[str, TokenRange] = {}
         """What is loaded if vLLM places the request."""
         self._loaded: OrderedDict[Transfer, None] = OrderedDict()
-        """The last `NUM_LOADED` transfers that were begun."""
+        """The last `NUM_LOADED` of them."""
         self._of_others: dict[str, HandOff] = {}
         """Hand-offs of another prompt than the request's."""
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
         self._sent: dict[str, list[Any]] = {}
-        """Blocks that are held until the workers report that the request was sent."""
+        """Blocks that are held until the workers have sent the request."""
 
     def bind(self, manager: KVCacheManager) -> None:
         """Raises `AttributeError` if vLLM counts cached blocks otherwise."""
@@ -176,7 +172,7 @@ class SchedulerHalf:
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        """Note a request that is to be decoded elsewhere, may move, or was given up by the proxy.
+        """Note a request that will be decoded elsewhere, may move, or was given up by the proxy.
 
         Windows and states are handed over as they are before the last prompt token. So prefill must not compute it, unless
         decode does not either (`first_token`).
@@ -217,7 +213,7 @@ class SchedulerHalf:
                 _use(request)
 
     def _is_first(self, request: Request, given: bytes | None) -> bool:
-        """Of a prompt's answers, and of a list's prompts, decode loads only the first."""
+        """Decode loads only the first of a prompt's answers, and of a list's prompts."""
         prompt_id = _prompt_id(request)
         if LATER_PROMPT.fullmatch(prompt_id):
             return False
@@ -226,7 +222,6 @@ class SchedulerHalf:
         return prompt_id not in self._shared
 
     def _begin(self, request: Request, request_id: bytes, *, first_token: bool) -> Prefill | None:
-        """Cut a request to what is handed over; `None` if it cannot be."""
         num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
         if num_tokens == 0:
             return None
@@ -240,15 +235,12 @@ class SchedulerHalf:
         return Prefill(request, request_id, num_tokens, first_token)
 
     def _give_up(self, request_id: bytes) -> None:
-        """End a request that nobody will decode. vLLM ignores aborts of finished requests, and of some whose client leaves
-        at once.
-        """
+        """End a request that nobody will decode. vLLM ignores aborts of finished requests, and some others."""
         for prefill in self._prefills.values():
             prefill.is_given_up |= prefill.request_id == request_id
         self._step.given_up.append(request_id)
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """What the hooks have noted since the last step, for the workers."""
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
         with logged("no kept request makes room for this step's requests"):
@@ -292,8 +284,8 @@ class SchedulerHalf:
             prefill.num_sent = stop
 
     def _end_early(self, step: StepMetadata, prefill: Prefill) -> None:
-        """End a send in the step that computes it, not in the next one. vLLM may still preempt or abort the request, so its
-        blocks are held.
+        """End a send in the step that computes it, not in the next one. The blocks are held, since vLLM may still preempt or
+        abort the request.
         """
         assert self._manager is not None
         req_id = prefill.request.request_id
@@ -315,7 +307,7 @@ class SchedulerHalf:
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Hand over a prefilled request, and keep its blocks until decode has them. Stop an aborted one."""
+        """Hand over a prefilled request and keep its blocks until decode has them, or stop an aborted one."""
         req_id = request.request_id
         self._queue.remove(req_id)
         self._offered.pop(req_id, None)
@@ -350,7 +342,6 @@ class SchedulerHalf:
                 self._step.declines.append(each)
 
     def _hand_over(self, prefill: Prefill, blocks: BlockIds) -> dict[str, Any] | None:
-        """What decode gets of a request that has ended, if anything."""
         request = prefill.request
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))
@@ -372,7 +363,6 @@ class SchedulerHalf:
         return hand_off.params()
 
     def _answer(self, request: Request, blocks: BlockIds, move_id: str) -> dict[str, Any] | None:
-        """What the proxy gets with an answer that is not handed over."""
         if self._leader is None:
             return None
         kept = self.keeper.keep(request, blocks, self._place(self._leader), self._step, move_id=move_id)
@@ -380,7 +370,7 @@ class SchedulerHalf:
 
     def _without_hand_off(self, request: Request) -> dict[str, Any] | None:
         """For a prompt of one token, name this server and its number of replicas: a proxy that asks both servers at once
-        begins with one.
+        begins with such a prompt.
         """
         if not (request.kv_transfer_params or {}).get("do_remote_decode") or self._leader is None:
             return None
@@ -394,7 +384,7 @@ class SchedulerHalf:
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """The tokens to load beyond `num_computed`, and whether between steps. `None`: ask again, since the adapter is still
-        being read, or another answer to the prompt loads the tokens into vLLM's cache.
+        being read, or another answer loads the prompt into vLLM's cache.
         """
         if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False
@@ -410,7 +400,7 @@ class SchedulerHalf:
         return (stop - num_computed, True) if stop > num_computed else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Load into the blocks, or decline. The workers report a failed load too, else vLLM would wait forever."""
+        """Load, or decline. The workers report a load that cannot begin: vLLM would wait forever."""
         self._unplaced = None
         hand_off, is_loaded = None, False
         with logged(f"request {request.request_id}: its load has failed"):
@@ -442,9 +432,7 @@ class SchedulerHalf:
         return True
 
     def _keep_out_of_cache(self, req_id: str, needs: Sequence[TokenRange]) -> None:
-        """Keep vLLM from caching a block that is loaded in part (that of a window's first token): it skips blocks that it
-        counts as cached.
-        """
+        """Keep vLLM from caching a block that is loaded in part, by counting it as cached already."""
         for group, first in self._partly(needs):
             num_cached = self._num_cached[group.index]
             num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
@@ -453,8 +441,8 @@ class SchedulerHalf:
         return req_id in self._loading
 
     def _unresolved(self, request: Request) -> HandOff | None:
-        """The request's hand-off, unless it was loaded or declined. A damaged one, or one of another prompt, is logged and
-        removed. The latter is declined when this request ends, unless it was loaded by then.
+        """The hand-off that was not loaded or declined. A damaged one is removed. So is that of another prompt, which is
+        declined when this request ends, unless it was loaded by then.
         """
         try:
             hand_off, problem = HandOff.of(request.kv_transfer_params), ""
@@ -487,8 +475,8 @@ class SchedulerHalf:
         return msgspec.structs.replace(hand_off, **cut)
 
     def _num_loadable(self, request: Request, hand_off: HandOff, num_computed: int) -> int:
-        """The leading prompt tokens that can be loaded. A window or a state is that of one token only. Another connector
-        stores all full blocks, so none may be loaded in part.
+        """The leading prompt tokens that can be loaded. Windows and states are of one token only. Another connector stores
+        all full blocks, so none may be loaded in part.
         """
         common = _num_common(request, hand_off)
         if self._exact and ((hand_off.remote_num_tokens or 0) > common or request.prompt_embeds is not None):
@@ -515,7 +503,7 @@ class SchedulerHalf:
 
     @guarded(lambda: None)
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Hold the blocks of failed loads, which vLLM frees at once, while a rank's lease is held."""
+        """Hold the blocks of failed loads, which vLLM frees, while a rank's lease is held."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._leases.update(report.leases)
@@ -545,7 +533,7 @@ class SchedulerHalf:
 
 
 def _prompt_id(request: Request) -> str:
-    """A request's id, without the number of the answer."""
+    """The part of a request's id that all answers share."""
     several = ONE_OF_SEVERAL.fullmatch(request.request_id)
     return request.request_id if several is None else several[2]
 
@@ -561,13 +549,13 @@ def _num_common(request: Request, hand_off: HandOff) -> int:
 
 
 def _use(request: Request) -> None:
-    """Mark its hand-offs as used, also `kept`."""
+    """Mark the hand-off as used, and its `kept`."""
     while (part := HandOff.part(request.kv_transfer_params)) is not None:
         part["do_remote_prefill"] = False
 
 
 def _transfer(hand_off: HandOff) -> Transfer:
-    """With the address, since a restarted server may use an id again."""
+    """It has the address, since a restarted server may use an id again."""
     return hand_off.remote_engine_id, hand_off.remote_address, hand_off.remote_request_id, hand_off.remote_attempt
 
 

@@ -1,4 +1,4 @@
-"""The worker half of the connector: one rank, with a manager over the worker's KV cache."""
+"""The worker half of the connector: one rank, with a manager over its KV cache."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.003
 """How long an idle step waits for a transfer to end: vLLM steps without a pause while a request waits.
 
-With asynchronous scheduling vLLM takes a step's tokens and reports only after the next one. So a step does not wait if the
-one before computed or reported something.
+With asynchronous scheduling vLLM takes a step's results only after the next one. So a step does not wait if the one before
+computed or reported something.
 """
 
 BLOCKED_S = 5.0
@@ -77,13 +77,13 @@ class WorkerHalf:
         self._is_cuda = False
         self._is_written = bool(getattr(kv, "needs_kv_cache_zeroing", False)) or _frees_early(config)
         """Whether earlier steps may still write a load's blocks: vLLM clears some, and in some roles frees others too early.
-        Inside `MultiConnector` the server's role may be another one.
+        Inside `MultiConnector` the role is unknown.
         """
         self._sends: dict[str, Send] = {}
         self._receives: dict[str, Receive] = {}
         self._results = TransferResults()
         self._read: list[tuple[Send, Lease]] = []
-        """Ended sends of which a copy may still read the blocks."""
+        """Ended sends whose blocks a copy may still read."""
         self._ended: Counter[str] = Counter()
         """Kept requests whose blocks are not read any more."""
         self._may_wait = False
@@ -91,22 +91,22 @@ class WorkerHalf:
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
         self._drained: deque[Receive] = deque()
-        """Loads that the server ended, and whose blocks are not written any more."""
+        """Loads that the server ended, whose blocks are not written any more."""
         self._stats = TransferStats()
         self._nbytes = 0
         self._transport = ""
         self._health_due_s = 0.0
         self._blocked_since_s = math.inf
         self._scales: dict[str, tuple[float, float]] = {}
-        """As peers know them."""
+        """The scales that peers know."""
         self._refusal = ""
         """Why this rank transfers nothing any more."""
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Start the manager: rank 0's first, since the others need its address. Raises `ConfigError` for an engine that
-        cannot be served, and what `KVManager` raises.
+        """Start the manager. Rank 0's starts first, since the others need its address. Raises `ConfigError` for an engine
+        that cannot be served, and what `KVManager` raises.
         """
         tp, pp = get_tp_group(), get_pp_group()
         topology = rank_topology(self._config.parallel_config, tp_rank=tp.rank_in_group, pp_rank=pp.rank_in_group)
@@ -157,7 +157,7 @@ class WorkerHalf:
     # -- each step -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: StepMetadata) -> None:
-        """Start this step's loads, and stop aborted requests. Decode can reserve a request once it is opened."""
+        """Start loads and stop aborted requests. Decode can reserve a request once it is opened."""
         self._check_scales()
         for opening in step.openings:
             act = partial(self._give_up, opening.request_id) if self._refusal else partial(self._opened, opening)
@@ -179,7 +179,7 @@ class WorkerHalf:
             self._end_receive(receive, ok=False)
 
     def _check_scales(self) -> None:
-        """End all transfers once new weights have brought other scales of K and V: peers convert with the old ones."""
+        """End all transfers once new weights have other scales of K and V: peers convert with the old ones."""
         if self._refusal or scales_now(self._config) == self._scales:
             return
         self._refusal = "the scales of K and V have changed with the weights: restart the server"
@@ -267,7 +267,7 @@ class WorkerHalf:
         self._sender(self._opened(finish)).finish(rows, payload=finish.payload, ready=ready)
 
     def _hold(self, req_id: str, *, is_kept: bool = False) -> None:
-        """Hold a request's blocks until its end is reported: vLLM does, or the scheduler half if it is kept."""
+        """Until the end is reported vLLM holds the blocks, or the scheduler half those of a kept request."""
         send = self._sends.setdefault(req_id, Send(req_id, 0))
         send.is_kept = is_kept
         if send.handle is None:
@@ -278,7 +278,7 @@ class WorkerHalf:
         self._report_read(send)
 
     def _report_read(self, send: Send) -> None:
-        """If the blocks of an ended send are held, report its end once nothing reads them."""
+        """If an ended send's blocks are held, report its end once nothing reads them."""
         if send.finished_s is not None and send.lease is not None:
             del self._sends[send.req_id]
             self._read.append((send, send.lease))
@@ -306,13 +306,13 @@ class WorkerHalf:
         return send
 
     def _sender(self, send: Send) -> Sender:
-        """Raises `LocalProtocolError` if it could not be opened, or has ended."""
+        """Raises `LocalProtocolError` if it was not opened, or has ended."""
         if send.handle is None or send.lease is not None:
             raise LocalProtocolError("an earlier part of the request could not be sent")
         return send.handle
 
     def _end_late_sends(self) -> None:
-        """End requests that no decode server took in time. One that is still wanted has longer."""
+        """End requests that no server took in time. One that is still wanted has longer."""
         now, options = time.monotonic(), self._options
         for send in self._sends.values():
             if send.finished_s is None or send.handle is None:
@@ -326,8 +326,8 @@ class WorkerHalf:
                 send.handle.abort(reason)
 
     def _end_blocking_send(self, *, idle: bool) -> None:
-        """End a request that waits for decode while decode waits too: each server's blocks are held for requests that the
-        other has no blocks for.
+        """End a request that waits for decode while decode waits too: each holds blocks for requests that the other has none
+        for.
         """
         sends = [send for send in self._sends.values() if send.handle is not None and send.lease is None]
         held = [send for send in sends if send.finished_s is not None and send.handle and send.handle.readers is None]
@@ -344,7 +344,7 @@ class WorkerHalf:
                 oldest.handle.abort("decode has reserved other requests, for which prefill needs its blocks")
 
     def _give_up(self, request_id: bytes) -> None:
-        """End a request that will not be sent. Decode, which may already wait for it, is refused."""
+        """End a request that will not be sent, and refuse it to decode, which may already wait."""
         handles = [send.handle for send in self._sends.values() if send.handle and send.handle.request_id == request_id]
         if not handles:
             handles.append(self._running().sender(request_id, peer=None, deadline_s=None, tag=_untracked))
@@ -376,7 +376,7 @@ class WorkerHalf:
             send.handle.abort(reason)
 
     def _give_back_read(self) -> None:
-        """Report the ends of sends whose blocks are not read any more, or are quarantined: decode takes nothing of those."""
+        """Report sends whose blocks are not read any more, or quarantined: decode takes nothing of those."""
         read, self._read = self._read, []
         for send, lease in read:
             if lease.state is LeaseState.HELD:
@@ -408,7 +408,7 @@ class WorkerHalf:
         self._running().want(hand_off.request_id, **self._source(hand_off))
 
     def _source(self, hand_off: HandOff) -> dict[str, Any]:
-        """With keys only a trusted server is accepted, since a client's request may name any address. Raises `ConfigError`."""
+        """With keys only trusted servers are accepted, since a client's request may name any address. Raises `ConfigError`."""
         key = hand_off.remote_public_key
         if self._trusted and key not in self._trusted:
             raise ConfigError(f"prefill server {hand_off.remote_engine_id!r}: expected one of trusted_keys, found {key!r}")
@@ -449,7 +449,7 @@ class WorkerHalf:
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _rows(self, blocks: BlockIds, *, start: int, incremental: bool | None) -> dict[str, Rows]:
-        """A request's rows: of incremental groups, of the others, or of all (`None`)."""
+        """The rows of incremental groups, of the others, or of all (`None`)."""
         return {
             cache.name: cache.rows(blocks[cache.group.index], start=start)
             for cache in self._caches
@@ -457,7 +457,7 @@ class WorkerHalf:
         }
 
     def _abort(self, req_id: str, *, is_held: bool = False) -> None:
-        """End a request that the server has ended. A load is still reported; a send only if vLLM holds its blocks."""
+        """A load is still reported; a send only if vLLM holds its blocks."""
         receive = self._receives.get(req_id)
         self._abort_send(req_id, "the server ended the request")
         if is_held:
@@ -506,14 +506,14 @@ def _untracked() -> None:
 
 
 def _check_prompt(receive: Receive, event: Event) -> None:
-    """Decode may ask before prefill has named the prompt. Raises `RemoteProtocolError` for another one."""
+    """Raise `RemoteProtocolError` for another prompt's state: decode may ask before prefill has named the prompt."""
     payload = Payload.decode(event.payload)
     payload.check(payload.digest(receive.stop), receive.prompt)
 
 
 def _frees_early(config: VllmConfig) -> bool:
-    """Whether an ended request's blocks go to others before the step that still writes them has ended. vLLM 0.32 prevents
-    that, except on servers that only produce.
+    """Whether an ended request's blocks go to others while a step still writes them. vLLM 0.32 prevents that, except on
+    servers that only produce.
     """
     overlaps = config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1
     assert config.kv_transfer_config is not None
@@ -522,7 +522,7 @@ def _frees_early(config: VllmConfig) -> bool:
 
 
 def _recorded_event() -> ReadyEvent:
-    """After what the step has enqueued on the current stream."""
+    """An event after the step's work on the current stream."""
     event = torch.cuda.Event()
     event.record()
     return event  # type: ignore[no-any-return]
