@@ -1,8 +1,8 @@
 """A model's description: the fields of its `config.json` that shape a request's state, in a normal form.
 
-Fields that do not matter are listed in `shaping`; every other field counts, even an unknown one. Rotary embeddings, some
-defaults and overrides come from the configuration that the server has loaded, since servers apply overrides differently.
-Peers that differ name the words `name=value` that only one has.
+Fields that do not matter are listed in `shaping`; every other field counts. Rotary embeddings, some defaults and overrides
+come from the configuration that the server has loaded, since servers apply overrides differently. Peers that differ name the
+words `name=value` that only one has.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from disagg.integrations.shaping import DEFAULTED, IGNORED, LAYOUT, PATTERN, ROT
 from disagg.models import from_config
 
 MAX_VALUE = 64
-"""A longer value is given by its digest."""
 MAX_WORDS = 2800
 """In a longer description nested objects are given by digests; if that is not enough, everything is."""
 
 _KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention"})
-"""Layers that all leave a state, by transformers' names."""
+"""Layers that all leave a state."""
 _ALIKE = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 """Names of the same rotary embedding in files and servers."""
 _HAS_LENGTH = ("llama3", "yarn")
@@ -44,7 +43,6 @@ def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loade
 
 
 def described_overrides(overridden: Mapping[str, Any], loaded: Any) -> tuple[str, ...]:
-    """The words for a model that is not described otherwise."""
     fields = _overrides({}, overridden, loaded)
     return words({key: value for key, value in fields.items() if not is_ignored(key) and key not in ROTARY | LAYOUT})
 
@@ -105,7 +103,7 @@ def _fields(
 
 
 def is_ignored(key: str) -> bool:
-    """Whether a field shapes no state: one of the list, a token's id, or a rate of dropout."""
+    """Whether a field shapes no state."""
     return key in IGNORED or key.endswith(("_token_id", "_token_ids", "_token_index", "dropout"))
 
 
@@ -133,7 +131,6 @@ def words(fields: Mapping[str, Any], *, nested: bool = True, prefix: str = "") -
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ranges such as `0-2,5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:
@@ -149,7 +146,7 @@ def digest(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Whole numbers become integers, however they were written."""
+    """Whole numbers become integers."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):

@@ -1,7 +1,7 @@
-"""What prefill tells decode about a request besides its state, for every pair of servers: the payload of `Sender.finish`.
+"""What prefill tells decode about a request besides its state: the payload of `Sender.finish`.
 
-vLLM's decode computes the last prompt token, and reads only `prompt`. SGLang's decode starts from prefill's first token,
-which another SGLang gives with its own rows, any other server as `first_token`.
+vLLM's decode computes the last prompt token, and reads only `prompt` and `beginnings`. SGLang's decode starts from prefill's
+first token, which another SGLang gives in its own rows, any other server as `first_token`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from disagg.core.errors import RemoteProtocolError
 
 VERSION = 1
 BEGINNING = 64
-"""Tokens between two beginnings whose digests are given for a kept request."""
+"""A kept request's digests are that many tokens apart."""
 MAX_BEGINNINGS = 4000
 """So many fit into a payload."""
 DIGEST_NBYTES = 16

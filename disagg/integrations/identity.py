@@ -54,9 +54,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What a server's layers compute with. `windows`: how many tokens before the next one each layer with a window attends
-    to. `kv_scales`: by what K and V are multiplied if they are quantized. `long_rope`: the factors of a `longrope`.
-    `options`: those that change states, if set.
+    """What a server's layers compute with. `windows`: how many tokens before the next one a layer attends to. `kv_scales`:
+    by what quantized K and V are multiplied. `long_rope`: the factors of a `longrope`. `options`: those that change states,
+    if set.
     """
 
     windows: Mapping[int, int]
@@ -65,7 +65,6 @@ class Applied:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def words(self) -> tuple[str, ...]:
-        """As words of a `ModelId`'s revision."""
         by_size: dict[int, list[int]] = {}
         for layer, size in self.windows.items():
             by_size.setdefault(size, []).append(layer)

@@ -61,7 +61,6 @@ class Options(ServerConfig, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, engine_id: str) -> Options:
-        """From `kv_connector_extra_config` and variables `DISAGG_*`."""
         return cls.load(environ=os.environ, **{"name": engine_id, **extra})
 
     def rank_settings(self, *, listen: str, leader: str | None, dp_rank: int = 0) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""What shapes a request's state, for vLLM and SGLang: each special field of a model's `config.json` and each option of a
-server, with what compares or refuses it, or why it does not matter.
-
-`description` reads the fields of models, the documentation shows all rows, and tests fail for an option without one.
+"""What shapes a request's state, for vLLM and SGLang: special fields of a model's `config.json` and all options of a server,
+with what compares or refuses them, or why they do not matter. The documentation shows all rows, and tests fail for an option
+without one.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from dataclasses import dataclass
 
 
 class Verdict(enum.Enum):
-    """What happens if two servers differ in an option."""
-
     COMPARED = "compared when two servers meet"
     REQUEST = "compared for each request"
     REFUSED = "refused at the start"
@@ -22,8 +19,6 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """Options that are treated alike, and how or why."""
-
     verdict: Verdict
     how: str
     names: tuple[str, ...]

@@ -46,8 +46,6 @@ NO_RANK = -1
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prefill instance. `group` is a request's data-parallel group."""
-
     name: str
     address: str
     group: int
@@ -64,8 +62,6 @@ class Served:
 
 @dataclass
 class Question:
-    """The rooms whose ranks a server was last asked for."""
-
     rooms: frozenset[int]
     pause_s: float = 0.0
     again_s: float = 0.0
@@ -105,7 +101,6 @@ class BootstrapServers:
             self._asked[server] = self._start(_fetch, server, "does not name a prefill instance")
 
     def answers(self) -> Iterator[tuple[str, Served | PeerUnreachable]]:
-        """What servers have answered since the last call."""
         for server in [server for server, answer in self._asked.items() if answer.done()]:
             answer = self._asked.pop(server)
             try:

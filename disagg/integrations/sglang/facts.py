@@ -36,7 +36,7 @@ class LatentScaleFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PageFacts:
-    """Paged tensors of one pool. `layers` are this rank's, by number in the model, in the pool's order.
+    """Paged tensors of one pool. `layers` are numbers in the model, in the pool's order.
 
     With `num_kv_heads` (the model's, not this rank's) a layer has a K and a V of `dims` elements per head, else one latent
     of `dims[0]` elements. `kv_scales` are set if peers may hold K and V in another dtype; `rounding` is that of
@@ -55,10 +55,8 @@ class PageFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotFacts:
-    """One layer's tensor of recurrent state, with a slot per request.
-
-    `axes` and `shape` describe a slot on this rank. Tensor-parallel ranks divide the axis `sharded`, each of `blocks` by
-    itself; with `None` all have the same bytes.
+    """One layer's tensor of recurrent state, with a slot per request. `axes` and `shape` describe a slot on this rank.
+    Tensor-parallel ranks divide the axis `sharded`, each of `blocks` by itself; with `None` all have the same bytes.
     """
 
     role: str
@@ -107,10 +105,9 @@ class RingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftFacts:
-    """The pool of one draft runner. Its pages have the model's ids.
-
-    Sliding layers' pages (`window_kv`) have the ids of the model's windows, or of full attention with `has_full_ids`. They
-    need `window` tokens before the next one. `KVArgs` list only the first runner's index keys.
+    """The pool of one draft runner. Its pages have the model's ids: those of sliding layers (`window_kv`) the windows' ids,
+    or with `has_full_ids` full attention's. They need `window` tokens before the next one. `KVArgs` list only the first
+    runner's index keys.
     """
 
     kv: PageFacts | None = None

@@ -27,11 +27,10 @@ from disagg.layout.agreement import ModelId
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One SGLang rank. `gather` returns what every pipeline stage gives, in order; `from_leader` what the instance's rank 0
-    gives. `write_first_token(index, token, room)` writes no log-probability. `check_metadata(index, room)` checks prefill's
-    rows. `check_scales` raises `LocalProtocolError` for scales other than in the layouts. `launched` is an event after the
-    GPU's current work, which may still write freed pages. `unread` are addresses of metadata buffers that the scheduler does
-    not read.
+    """`gather` returns what every pipeline stage gives, in order; `from_leader` what the instance's rank 0 gives.
+    `write_first_token(index, token, room)` writes no log-probability. `check_metadata(index, room)` checks prefill's rows.
+    `check_scales` raises `LocalProtocolError` for scales other than in the layouts. `launched` is an event after the GPU's
+    current work, which may still write freed pages. The scheduler does not read metadata buffers at `unread`.
     """
 
     model: ModelId
@@ -183,8 +182,8 @@ def check_buffers(rows: Any) -> None:
 
 def check_windows(queue: Any) -> None:
     """Raise `ConfigError` where a radix cache would have unfilled tokens of a window. With pages of one token SGLang does
-    not note which ones arrive. Larger pages are filled from the window's first token on: decode knows that, servers that
-    read the pages from a storage do not.
+    not note which ones arrive. Larger pages are filled from the window's first token on, which servers that read them from a
+    storage do not know.
     """
     scheduler = queue.scheduler
     if not scheduler.tp_worker.is_hybrid_swa:

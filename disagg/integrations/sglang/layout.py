@@ -1,7 +1,7 @@
 """SGLang's `KVArgs` and `Facts` as components.
 
 `KVArgs` list addresses, lengths and row sizes: K of all layers, then V, then draft layers; likewise for each kind of state.
-Every size is compared with the facts, so that a misread layout raises an error.
+Every size is compared with the facts, so that a misread layout is an error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class KVArgs(Protocol):
 
 @dataclass(frozen=True)
 class _Entry:
-    """`what` names where the buffer was found."""
-
     what: str
     pointer: int
     nbytes: int

@@ -38,21 +38,18 @@ MAX_MISSES = 3
 """An instance counts as gone after so many failed lookups."""
 COLLECT_EVERY_S, COLLECT_PAUSE = 200e-6, 10
 """The minimum pause between two collections, in seconds and in durations of the last one. The scheduler polls every request
-in each step, and with many waiting senders polling must not take longer than the step.
+in each step, and with many waiting senders polling must not dominate the step.
 """
 MAX_PREFILLS, MAX_HOST = 1024, 300
 
 
 class Owner:
-    """What senders and receivers share."""
-
     bootstrap_room: int
     conclude_state: Any
     clear: Callable[[], None]
     failure: str | None = None
 
     def failure_exception(self) -> None:
-        """Clear the room, and raise why the request has failed."""
         self.conclude_state = KVPoll.Failed
         self.clear()
         reason = self.failure or "Failed due to an unknown reason from another rank"
@@ -322,7 +319,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return any(self.transfers.peer(name).state != "ready" for name in names)
 
     def _watch(self) -> None:
-        """Ask again for requests that wait: their instance may have ended before they met."""
+        """An instance may have ended before its waiting requests met it."""
         now = time.monotonic()
         if now < self._watch_at:
             return
@@ -343,4 +340,3 @@ _ONE_RANK: Mapping[str, Any] = {
     "kv_cache_dtype": None,
     "follow_bootstrap_room": True,
 }
-"""The description of an instance without a bootstrap server."""

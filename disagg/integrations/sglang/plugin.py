@@ -125,8 +125,8 @@ def _wants_checksums() -> bool:
 
 
 def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
-    """Turn off SGLang's digests of whole pages: the rest of a request's last page is not moved. The manager compares
-    checksums of the tokens instead.
+    """Turn off SGLang's digests of whole pages: the rest of the last page is not moved. The manager compares checksums of
+    the tokens instead.
     """
     if queue.transfer_backend.value == NAME and _wants_checksums():
         queue.scheduler.kv_checksum_computer = None
@@ -194,7 +194,7 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
 
 
 def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *given: Any, **named: Any) -> bool:
-    """SGLang gives a sender only the room of its request."""
+    """SGLang gives a sender only the room."""
     from disagg.integrations.sglang.sender import DisaggKVSender
 
     is_accepted = original(queue, request, *given, **named)
@@ -215,10 +215,10 @@ def _send_cached(
     original: Callable[..., None], scheduler: Any, request: Any, last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
     """Pages that the radix cache does not own wait for the next chunk: SGLang frees duplicates of what another request
-    cached first, and decode may still be reading them. The last chunk is safe, since nothing of the request is cached until
-    it has ended.
+    cached first, and decode may still be reading them. The last chunk is safe: nothing of the request is cached until it has
+    ended.
 
-    With several pipeline stages on a GPU the chunk may still be computed: SGLang waits only before it sends the last one.
+    With several pipeline stages on a GPU a chunk may still be computed: SGLang waits only before it sends the last one.
     """
     queue = scheduler.disagg_prefill_bootstrap_queue
     if queue.transfer_backend.value == NAME and not last_chunk:
@@ -231,9 +231,7 @@ def _send_cached(
 
 
 def _match_prefix(original: Callable[[Any, Any], Any], queue: Any, request: Any) -> Any:
-    """With replaced embeddings the same token ids have another state, so decode's radix cache is not searched. SGLang does
-    so on prefill.
-    """
+    """With replaced embeddings the same token ids have another state, so decode's radix cache is not searched."""
     if queue.transfer_backend.value != NAME or getattr(request, "positional_embed_overrides", None) is None:
         return original(queue, request)
     token_ids, request.origin_input_ids = request.origin_input_ids, array("q")

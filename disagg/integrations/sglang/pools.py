@@ -244,7 +244,6 @@ def _scales(pool: Any) -> ScaleFacts:
 
 
 def _index_k(pool: Any) -> PageFacts | None:
-    """MiniMax: an index key per token in each sparse layer."""
     keys = pool.index_k_pool
     if keys is None:
         return None
@@ -287,8 +286,8 @@ def _index(pool: Any, layers: tuple[int, ...]) -> IndexFacts | None:
 
 
 def _slots(mamba: Any, config: Any, topology: Topology) -> tuple[SlotFacts, ...]:
-    """In the order of `KVArgs`, each with its axes in the order of memory. SGLang lists Qwen4-Exp's PLE state with them: its
-    n-gram context is of no layer.
+    """In the order of `KVArgs`, each with its axes in the order of memory. SGLang lists Qwen4-Exp's PLE state with them,
+    whose n-gram context is of no layer.
     """
     found = []
     for role, tensor, axis, layer in mamba._iter_transfer_state_entries():

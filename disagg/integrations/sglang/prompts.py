@@ -81,7 +81,7 @@ def check_unmoved_room(request: Any) -> None:
 
 def check_tokens(request: Any, vocabulary: int) -> None:
     """Raise `LocalProtocolError` for token ids outside the vocabulary, over which the scheduler would end. Images and other
-    items have such ids.
+    items may have such ids.
     """
     if request.multimodal_inputs is not None or request.input_embeds is not None:
         return

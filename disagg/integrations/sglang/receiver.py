@@ -108,7 +108,6 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _take(self, payload: Payload) -> None:
-        """Write what decode's scheduler reads: SGLang's own rows, or another server's first token."""
         num_tokens = self.prompt.num_tokens
         if payload.num_tokens != num_tokens:
             raise RemoteProtocolError(f"prompt: expected {num_tokens} tokens, found {payload.num_tokens} on prefill")
@@ -123,7 +122,6 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing can write to the pages on this rank."""
         return self.handle is None or self.handle.lease.released
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Who owns a bootstrap room.
 
 SGLang keeps a request's status in tables by room. Clients choose rooms, and all samples of a request (`n` above 1) get the
-same one. So a room has one sender or receiver as owner, until SGLang clears it. Any other gets a key of its own, under which
-it fails.
+same one. So a room has one owner, a sender or a receiver, until SGLang clears it. Any other gets a key of its own, under
+which it fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import OrderedDict
 from typing import Any
 
 NUM_ROOMS = 1 << 16
-"""So many rooms' attempts are remembered."""
 
 
 class Rooms:

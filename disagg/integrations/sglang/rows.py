@@ -1,7 +1,7 @@
 """SGLang's lists of pages and state indices as rows, and the tokens that decode needs.
 
-The lists carry no positions. Lists of windows and index keys end at the request's last page, ring rows at its last token, so
-the number of tokens says where a list starts.
+The lists carry no positions. Windows and index keys end at the request's last page, ring rows at its last token, so the
+number of tokens says where a list starts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ _COMPONENTS = {
 
 
 def _components(kind: str, facts: Facts) -> list[str]:
-    """The components of a kind, of the model and of its draft runners."""
     if kind == "mamba":
         return list(dict.fromkeys(slot.component for slot in facts.slots))
     found = list(_COMPONENTS[kind])

@@ -1,8 +1,8 @@
 """How decode's pipeline stages agree on which requests have ended or failed, and on the release of failed ones' pages.
 
-SGLang's stages agree only on which have ended: one that failed on one stage would run on the others, which would wait for
-it. And if each stage released pages by itself, a later one could lack room for a request that the first has taken. So the
-ids that SGLang passes between stages also say which requests have failed, and to which pages nothing can write.
+SGLang's stages agree only on which have ended. A request that failed on one would run on the others, which would wait for
+it. If each stage released pages by itself, a later one could lack room for a request that the first has taken. So the ids
+that SGLang passes on also say which have failed, and to which pages nothing can write.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import all_reduce_flags
 
 Ids = Sequence[Sequence[Any]]
-"""Requests that have ended on every stage so far; those that failed on any; and, by room and attempt, failed ones to whose
-pages nothing can write on any stage.
+"""Requests that have ended on every stage so far; those that failed on any; and failed ones, by room and attempt, to whose
+pages nothing can write.
 """
 
 
@@ -52,5 +52,5 @@ def release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Ids | None
 
 
 def _held(transfers: Any) -> Iterator[Any]:
-    """The same receivers on every rank, in the same order."""
+    """Every rank has the same receivers, in the same order."""
     return (entry[0].kv_receiver for entry in transfers._deferred_releases)

@@ -30,8 +30,8 @@ from disagg.integrations.vllm.worker import WorkerHalf
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Hands requests over from a vLLM server that prefills to one that decodes. In each process it has one half, to which
-    its hooks pass their calls. Raises `ConfigError` for invalid settings.
+    """Hands requests over from a vLLM server that prefills to one that decodes. Hooks pass their calls to one of two halves.
+    Raises `ConfigError` for invalid settings.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -70,7 +70,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """None, so that vLLM clears new blocks: a load may fill a block in part, and old contents may be NaN."""
+        """No group, so that vLLM clears new blocks: a load may fill a block in part, and old contents may be NaN."""
         return ()
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""How an attention layer's bytes lie in vLLM's blocks `[head slot, token, content]`: what the slots and the content are."""
+"""How an attention layer's bytes lie in vLLM's blocks `[head slot, token, content]`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from disagg.state import sparse
 from disagg.state.declare import Role, Rule, by_tp, declare, whole
 
 Tensors = Mapping[int, torch.Tensor]
-"""Tensors by layer id."""
 
 DS_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Bytes per token of latents that FlashMLA packs with their scales."""
@@ -38,10 +37,10 @@ V4_LATENT = (576, 8)
 
 
 class Format(enum.Enum):
-    """What a block holds. PLAIN: for each head and token K, then V, or a latent. INLINE: the same with scales, in an order
-    that depends on the kernels. NVFP4: K of all heads, then V, each with all values before the scales. PLANES: K of all
-    tokens, then V, each token with its heads. BY_BLOCK: keys or latents of all tokens, then their scales. CONVOLVED: for
-    each head the inputs of short convolutions.
+    """PLAIN: for each head and token K, then V, or a latent. INLINE: the same with scales, in an order that depends on the
+    kernels. NVFP4: K of all heads, then V, each with all values before the scales. PLANES: K of all tokens, then V, each
+    token with its heads. BY_BLOCK: keys or latents of all tokens, then their scales. CONVOLVED: for each head the inputs of
+    short convolutions.
     """
 
     PLAIN = enum.auto()
@@ -164,8 +163,8 @@ def convolved_component(
 def shared_component(
     name: str, role: str, tensors: Tensors, spec: Any, *, topology: Topology, tokens: Rule, optional: bool
 ) -> Component:
-    """Latents, index keys or states of compressors, which every rank has whole. With inline scales they are bytes, and
-    `role` gets the format's name.
+    """Latents, index keys or states of compressors, which every rank has whole. With inline scales `role` gets the format's
+    name.
     """
     found, granule = read_format(spec, name), granule_of(spec)
     if found is Format.BY_BLOCK:
@@ -201,9 +200,7 @@ def packed_component(
     tokens: Rule,
     optional: bool,
 ) -> Component:
-    """K and V with the scales of each head and token, or of each block of elements. `cache_dtype` names the roles, since
-    several formats have the same sizes.
-    """
+    """K and V with scales. `cache_dtype` names the roles, since several formats have the same sizes."""
     nbytes = {layer: tensor.view(torch.uint8) for layer, tensor in tensors.items()}
     heads = by_tp(num_kv_heads)
     if read_format(spec, name) is Format.INLINE:

@@ -133,7 +133,6 @@ class Group:
         return (first if first - first % window_page > edge else max(start, edge)), stop
 
     def covering(self, blocks: list[int], start: int, stop: int) -> list[int]:
-        """The blocks that have the tokens `[start, stop)`."""
         return blocks[start // self.block_size : -(-stop // self.block_size)]
 
 
@@ -168,7 +167,6 @@ def read_groups(config: KVCacheConfig, *, dcp: int = 1) -> tuple[Group, ...]:
 
 
 def _check(spec: KVCacheSpec, what: str) -> None:
-    """Raise `ConfigError` if blocks cannot be described."""
     if isinstance(spec, MambaSpec):
         if len(spec.shapes) != STATES.get(spec.mamba_type.name) or spec.tp_replicated:
             expected = ", ".join(f"{count} of {name}" for name, count in STATES.items())
@@ -180,7 +178,7 @@ def _check(spec: KVCacheSpec, what: str) -> None:
 
 
 def num_handed_over(num_prompt_tokens: int) -> int:
-    """All prompt tokens but the last, which decode always computes."""
+    """Decode always computes the last prompt token."""
     return num_prompt_tokens - 1
 
 
@@ -200,7 +198,6 @@ def component_names(
 
 
 def _shape(spec: Any) -> tuple[object, ...]:
-    """What the layers of one component share."""
     sizes = spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None)
     return *sizes, spec.dtype, spec.page_size_bytes, spec.kv_quant_mode, getattr(spec, "cache_dtype_str", None)
 

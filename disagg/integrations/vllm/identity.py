@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
 
 PLAIN = ("auto", "float32", "float16", "bfloat16")
-"""vLLM's names of KV caches that are not quantized."""
 
 BY_HEAD = (Kind.FULL, Kind.WINDOW, Kind.CHUNK)
 """Layers with a K and a V for each head."""
@@ -186,7 +185,7 @@ def attention_layer(config: VllmConfig, layer: str) -> Any:
 
 
 def _windows(config: VllmConfig, groups: Sequence[Group], num_layers: int | None) -> dict[int, int]:
-    """The layers with a window, and how many tokens before the next one it has."""
+    """How many tokens before the next one each layer with a window attends to."""
     found = {}
     for group in groups:
         by_kind = group.by_kind(num_layers)
@@ -230,7 +229,7 @@ def _kv_scales(
 
 
 def _long_rope(model: ModelConfig) -> Literal["short", "long"]:
-    """The factors that vLLM uses for a server's whole life (`Phi3LongRoPEScaledRotaryEmbedding`)."""
+    """As in vLLM's `Phi3LongRoPEScaledRotaryEmbedding`."""
     text = model.hf_text_config
     parameters: Mapping[str, Any] = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     original = parameters.get("original_max_position_embeddings")

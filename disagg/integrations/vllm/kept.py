@@ -57,7 +57,7 @@ class KeptRequests:
     def __init__(self, *, max_blocks: int, num_ranks: int) -> None:
         self._max_blocks, self._num_ranks = max_blocks, num_ranks
         self._requests: dict[str, Kept] = {}
-        """By vLLM's ids, the oldest first."""
+        """The oldest comes first."""
 
     def reason_against(self, req_id: str, hand_off_id: str, num_blocks: int, *, is_stopped: bool = False) -> str:
         """Why a request cannot be kept, if so."""
@@ -87,11 +87,9 @@ class KeptRequests:
         return None
 
     def give_up(self, num_blocks: int) -> list[HandOff]:
-        """Give up the oldest requests that together have so many blocks."""
         return _give_up([kept for kept in self._requests.values() if not kept.is_given_up], num_blocks)
 
     def make_free(self, num_blocks: int, *, num_free: int) -> list[HandOff]:
-        """Give up requests until `num_blocks` are free."""
         given_up = sum(len(kept.blocks) for kept in self._requests.values() if kept.is_given_up)
         return self.give_up(num_blocks - num_free - given_up)
 
@@ -182,7 +180,7 @@ class Keeper:
 
     def make_room(self, num_tokens: int, step: StepMetadata, *, num_requests: int = 1) -> None:
         """Give up requests until `num_requests` others, with `num_tokens` more tokens each, have free blocks. Blocks that
-        vLLM's prefix cache has for them are free until it takes them.
+        vLLM's prefix cache has for them count too: they are free until it takes them.
         """
         num_blocks = num_requests * sum(
             -(-num_tokens // group.block_size) + -(-self._num_drafted // group.block_size) + group.num_scratch

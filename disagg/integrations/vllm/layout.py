@@ -66,7 +66,7 @@ ROUNDINGS = {"CPU_ATTN": "toward_zero", "FLASH_ATTN": "nearest", "FLASHINFER": "
 
 
 SHARED = {Kind.LATENT: "latent", Kind.INDEX: "key", Kind.COMPRESSOR: "state", Kind.INDEX_COMPRESSOR: "state"}
-"""Roles of caches that every rank has whole."""
+"""Caches that every rank has whole."""
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,9 @@ class HandOff(Place, frozen=True, kw_only=True):
     """Where to find a request: `kv_transfer_params` of prefill's answer and of the request to decode, or their `kept` for
     one that was kept after its answer.
 
-    `remote_request_id` is in hexadecimal. `remote_num_tokens` leading tokens are handed over; without it prefill is asked at
-    the same time, and hands over all prompt tokens but the last. `remote_prompt` is their digest, without the last prompt
-    token: vLLM gives a list's prompts the same parameters. A kept request may be taken in part: `remote_beginnings` are
-    joined digests.
+    `remote_num_tokens` leading tokens are handed over; without it prefill is asked at the same time, and hands over all
+    prompt tokens but the last. `remote_prompt` is their digest, without the last prompt token: vLLM gives a list's prompts
+    the same parameters. A kept request may be taken in part: `remote_beginnings` are joined digests.
     """
 
     remote_request_id: str
@@ -108,7 +107,6 @@ class HandOff(Place, frozen=True, kw_only=True):
         return self.remote_keep_s is not None
 
     def params(self) -> dict[str, Any]:
-        """As `kv_transfer_params`, or as `kept` in them."""
         own = msgspec.structs.asdict(self)
         if not self.is_kept:
             del own["remote_beginnings"], own["remote_keep_s"]
@@ -171,11 +169,9 @@ class Finish:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to every worker, once a step.
-
-    vLLM waits for `unloadable` requests. Queued requests need the transfers in `wanted`. The server has ended `aborts`;
-    transfers in `given_up` will not happen. vLLM keeps the blocks of `held` requests until they are sent, the scheduler half
-    those of `kept` ones.
+    """From the scheduler to every worker, once a step. vLLM waits for `unloadable` requests. Queued requests need the
+    transfers in `wanted`. The server has ended `aborts`; transfers in `given_up` will not happen. vLLM keeps the blocks of
+    `held` requests until they are sent, the scheduler half those of `kept` ones.
     """
 
     loads: list[Load] = field(default_factory=list)

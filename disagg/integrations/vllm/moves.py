@@ -27,7 +27,6 @@ HANDED_OVER = (
 WITHOUT_EFFECT = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 """These must have no effect. The other server gets them because its defaults may differ."""
 COUNTED = ("max_tokens", "min_tokens")
-"""The answer's tokens count against these."""
 OF_THE_FORM = (
     *("stop", "include_stop_str_in_output", "logprobs", "flat_logprobs", "logprob_token_ids", "detokenize", "output_kind"),
     *("stream_interval", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"),
@@ -47,7 +46,6 @@ class Moves:
         self._stopped: dict[str, int] = {}
         """The original `max_tokens` of stopped requests, by `move_id`."""
         self._told: dict[str, dict[str, Any]] = {}
-        """The answers of requests that stop others, by vLLM's ids."""
 
     def add(self, request: Request, *, reason: str) -> None:
         """Note a new request, and stop the one that it names. `reason`: why this server keeps nothing, if so."""
@@ -90,7 +88,6 @@ class Moves:
         return {"stopped": {name: getattr(params, name) for name in HANDED_OVER + WITHOUT_EFFECT} | counted}
 
     def _reasons(self, request: Request, *, is_chat: bool) -> Iterator[str]:
-        """Why another server could not continue the answer exactly."""
         params, config = request.sampling_params, self._config
         if params is None or request.resumable or request.prompt_embeds is not None:
             yield "it is not a prompt of tokens whose answer is generated"

@@ -30,7 +30,6 @@ class Prompts:
         return prompt_digest(request.all_token_ids[:num_tokens], self._beside(request, num_tokens))
 
     def beginnings(self, request: Request, num_tokens: int) -> Iterator[tuple[int, str]]:
-        """Yields none while they are unknown."""
         if not self.is_known(request):
             return iter(())
         return beginnings(request.all_token_ids[:num_tokens], lambda stop: self._beside(request, stop))

@@ -30,7 +30,6 @@ class Queue:
         self._requests.pop(req_id, None)
 
     def take_due(self) -> list[HandOff]:
-        """The hand-offs to renew now."""
         now = time.monotonic()
         if not self._requests or now < self._due_s:
             return []
@@ -42,7 +41,6 @@ class Queue:
 
 
 def _hand_off(request: Any) -> HandOff | None:
-    """The unused hand-off of a request, if it can be read."""
     try:
         return HandOff.of(request.kv_transfer_params)
     except Exception as error:  # noqa: BLE001  (a client has written it, and those of all others would not be renewed)

@@ -81,7 +81,6 @@ def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
 
 @contextlib.contextmanager
 def logged(cost: str) -> Iterator[None]:
-    """Log an exception with what it costs, and continue after the block."""
     try:
         yield
     except Exception:
@@ -129,7 +128,6 @@ class SchedulerHalf:
         self._offered: dict[str, TokenRange] = {}
         """What is loaded if vLLM places the request."""
         self._loaded: OrderedDict[Transfer, None] = OrderedDict()
-        """The last `NUM_LOADED` of them."""
         self._of_others: dict[str, HandOff] = {}
         """Hand-offs of another prompt than the request's."""
         self._leases: Counter[str] = Counter()
@@ -262,7 +260,7 @@ class SchedulerHalf:
         return step
 
     def _advance(self, step: StepMetadata, prefill: Prefill, num_done: int) -> None:
-        """Send what this step computes. After it, `num_done` tokens are computed."""
+        """After this step `num_done` tokens are computed."""
         if prefill.attempt != prefill.request.num_preemptions:  # it was preempted
             if transfer_id(prefill.request.kv_transfer_params) is not None:
                 # Decode may have been asked already: it knows only the first attempt, and computes the request.

@@ -100,7 +100,6 @@ class WorkerHalf:
         self._scales: dict[str, tuple[float, float]] = {}
         """The scales that peers know."""
         self._refusal = ""
-        """Why this rank transfers nothing any more."""
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -449,7 +448,6 @@ class WorkerHalf:
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _rows(self, blocks: BlockIds, *, start: int, incremental: bool | None) -> dict[str, Rows]:
-        """The rows of incremental groups, of the others, or of all (`None`)."""
         return {
             cache.name: cache.rows(blocks[cache.group.index], start=start)
             for cache in self._caches
@@ -469,7 +467,7 @@ class WorkerHalf:
             receive.handle.abort("the server ended the request")
 
     def _attempt(self, act: Callable[[], object], req_id: str) -> bool:
-        """Whether `act` succeeds. A failure costs only its request the transfer."""
+        """A failure costs only its request the transfer."""
         try:
             act()
         except DisaggError as error:
