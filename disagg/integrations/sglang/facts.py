@@ -126,9 +126,9 @@ class DraftFacts:
 class Facts:
     """What one rank's `KVArgs` lack.
 
-    `window_kv` needs `window` tokens before the next one, and a layer of `kv` in `windows` so many, although its pages have
-    all tokens. With `reuses_pages` decode keeps pages for later requests, so it needs all tokens. `by_layer`: each layer of
-    `kv` is a component. `index_k` are index keys of one vector per token.
+    Layers of `window_kv` need `window` tokens before the next one. `windows` has this number for layers of `kv` that attend
+    to a window, although their pages have all tokens. With `reuses_pages` decode keeps pages for later requests, so it needs
+    all tokens. `by_layer`: each layer of `kv` is a component. `index_k` are index keys of one vector per token.
     """
 
     topology: Topology

@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE = f"sglang {sglang.__version__}"
 ASK_AGAIN_S, WATCH_EVERY_S = 0.2, 2.0
-"""A bootstrap server is asked again when a request arrives and its last answer is older than the first, or at the second's
-interval while requests wait.
-"""
+"""How old a bootstrap server's answer is before a new request asks again, and how often waiting requests ask."""
 MAX_MISSES = 3
 """An instance counts as gone after so many failed lookups."""
 COLLECT_EVERY_S, COLLECT_PAUSE = 200e-6, 10
@@ -44,6 +42,8 @@ MAX_PREFILLS, MAX_HOST = 1024, 300
 
 
 class Owner:
+    """What senders and receivers share."""
+
     bootstrap_room: int
     conclude_state: Any
     clear: Callable[[], None]
