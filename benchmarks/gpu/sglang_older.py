@@ -24,7 +24,7 @@ from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_t
 from disagg.core.errors import ConfigError
 from disagg.integrations.sglang import manager, receiver, sender
 from disagg.integrations.sglang.host import Host, describe
-from disagg.integrations.sglang.plugin import NAME, add_member
+from disagg.integrations.sglang.plugin import NAME, add_member, collect_created
 
 
 def register() -> None:
@@ -37,6 +37,7 @@ def register() -> None:
     package = "sglang.srt.disaggregation"
     HookRegistry.register(f"{package}.utils.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register(f"{package}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
+    HookRegistry.register(f"{package}.prefill.PrefillBootstrapQueue.pop_bootstrapped", collect_created, HookType.BEFORE)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{package}.{queue}._init_kv_manager", _init_kv_manager, HookType.AROUND)
 

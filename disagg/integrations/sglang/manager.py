@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -37,6 +38,9 @@ MAX_MISSES = 3
 COLLECT_EVERY_S, COLLECT_PAUSE = 200e-6, 10
 """The minimum pause between two collections, in seconds and in durations of the last one. The scheduler polls every request
 in each step, and with many waiting senders polling must not dominate the step.
+"""
+SWITCH_INTERVAL_S = 0.0005
+"""SGLang's scheduler polls without a sleep, and gives the GIL away after this time only: 5 ms by Python's default.
 """
 MAX_PREFILLS, MAX_HOST = 1024, 300
 
@@ -96,6 +100,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     def _start(self) -> None:
         """Build the `KVManager` at the port that SGLang has reserved for this rank's control messages."""
         args, host = self.kv_args, self.host
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._zmq_ctx.destroy(linger=0)
         own = control_address(self.local_ip, self.rank_port)
         leader = host.from_leader(own)

@@ -49,7 +49,7 @@ def register() -> None:
         HookRegistry.register(f"{queues}.{queue}._check_if_req_exceed_kv_capacity", _refuse, HookType.AROUND)
         HookRegistry.register(f"{queues}.{queue}.__init__", _without_digests, HookType.AFTER)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
-    HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", _collect, HookType.BEFORE)
+    HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", collect_created, HookType.BEFORE)
     sending = f"{queues}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk"
     HookRegistry.register(sending, _send_cached, HookType.AROUND)
     HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.prefetch_prefill_dp_rank_queries", _prefetch, HookType.AROUND)
@@ -203,7 +203,7 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
     return is_accepted
 
 
-def _collect(queue: Any) -> None:
+def collect_created(queue: Any) -> None:
     """Runs after SGLang has created senders. Later pipeline stages must notice by themselves that decode has reserved:
     SGLang asks only the first one.
     """
