@@ -361,7 +361,7 @@ class JustLooked(RankProcess):
         self.manager._collect_at = math.inf
         self.prefill(room, request, seed)
         wait_for(lambda: self.started[room].sender.handle.readers is not None)
-        plugin._collect(SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg"), kv_manager=self.manager))
+        plugin.collect_created(SimpleNamespace(transfer_backend=SimpleNamespace(value="disagg"), kv_manager=self.manager))
         self.manager._collect_at = 0.0
         return int(self.manager.request_status[room])
 
