@@ -159,6 +159,7 @@ def token_runs(
     if fault is not None:
         rows, space, side = ((source, ours, "source"), (destination, theirs, "destination"))[fault[0]]
         raise _no_place(rows, space, fault, name, side)
+    _check_twice(runs, ours, name, "source")
     return runs
 
 
@@ -227,17 +228,20 @@ def check_rows(
         runs, fault = _native.token_runs(*need, granule, pages, pages)
         if fault is not None:
             raise _no_place(rows, space, fault, name, "destination")
-        starts = runs[:, 0] * space.page_size + runs[:, 1]
-        order = np.argsort(starts, kind="stable")
-        stops = np.maximum.accumulate((starts + runs[:, 4])[order])
-        twice = starts[order[1:]] < stops[:-1]
-        if twice.any():
-            page = int(runs[order[1:][twice][0], 0])
-            raise LayoutError(
-                f"component {name!r}, destination: page {page} is listed twice for needed tokens, so it would be written twice"
-            )
+        _check_twice(runs, space, name, "destination")
         ids.append(runs[:, 0])
     return np.concatenate(ids)
+
+
+def _check_twice(runs: Ints, space: RowSpace, name: str, side: str) -> None:
+    """Raise `LayoutError` for a page that holds two of the needed tokens in one place."""
+    starts = runs[:, 0] * space.page_size + runs[:, 1]
+    order = np.argsort(starts, kind="stable")
+    stops = np.maximum.accumulate((starts + runs[:, 4])[order])
+    twice = starts[order[1:]] < stops[:-1]
+    if twice.any():
+        page = int(runs[order[1:][twice][0], 0])
+        raise LayoutError(f"component {name!r}, {side}: page {page} is listed twice for needed tokens")
 
 
 def listed_rows(

@@ -239,6 +239,8 @@ class SendSession:
             return (
                 f"request {self.key}: the deadline passed; {reserved} of {len(self.expected)} ranks of {self.peer!r} reserved"
             )
+        if not self.finished:
+            return f"request {self.key}: the deadline passed before the sender's finish was called"
         waiting = [str(peer) for peer, destination in self.destinations.items() if not destination.ended]
         return f"request {self.key}: the deadline passed while waiting for {', '.join(waiting)}"
 

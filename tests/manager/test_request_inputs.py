@@ -52,6 +52,7 @@ def test_rows_that_do_not_cover_the_need_are_refused_at_once(
     [
         ((0, 1, 2, 3, 32), "token 16 lies in page 32, outside the pool of 32 pages"),
         ((0, 1, 2, 3), "needed token 16 has no page"),
+        ((0, 1, 2, 1, 4), "source: page 1 is listed twice for needed tokens"),
     ],
 )
 def test_source_rows_that_do_not_cover_the_sent_tokens_fail_the_request_on_both_sides(

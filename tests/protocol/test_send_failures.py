@@ -194,6 +194,19 @@ def test_the_deadline_is_reported_in_every_state(blocked_by: str) -> None:
     assert "Event" not in take_kinds(sessions)
 
 
+def test_the_deadline_error_names_a_finish_that_was_not_called() -> None:
+    sessions = Sessions()
+    session = send(sessions)
+    sessions.on_message(D0, reserve(), 0.0)
+    sessions.sends.send(session, chunk(0, 0, 20), 0.0)
+    settle(sessions)
+    take_effects(sessions)
+    sessions.tick(10.0)
+    effects = take_effects(sessions)
+    (event,) = [e for e in effects if isinstance(e, Event)]
+    assert str(event.error).endswith("the deadline passed before the sender's finish was called")
+
+
 def test_an_outcome_before_the_deadline_check_counts() -> None:
     sessions = Sessions()
     sending(sessions)
