@@ -133,6 +133,13 @@ class Unanswered(NamedTuple):
     address: str
 
 
+class LeaderRefused(NamedTuple):
+    """Effect: this rank cannot join its leader before one of them restarts."""
+
+    address: str
+    problem: str
+
+
 class Ready(NamedTuple):
     """Effect: a rank answered a hello; transfers to it may start."""
 
@@ -153,4 +160,4 @@ class Lost(NamedTuple):
     expected: bool = False
 
 
-PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Probe | Ready | Lost | Forgotten
+PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | LeaderRefused | Probe | Ready | Lost | Forgotten

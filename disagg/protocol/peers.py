@@ -22,6 +22,7 @@ from disagg.protocol.peer_effects import (
     ConnectionLimits,
     Forgotten,
     Identity,
+    LeaderRefused,
     PeerEffect,
     Probe,
     Ready,
@@ -150,6 +151,12 @@ class PeerTable:
         if self.identity.leader:
             return self.identity.address
         return None if self._siblings is None else self._siblings.address
+
+    @property
+    def leader_problem(self) -> str:
+        """Why this rank has not joined its leader; empty if it has, or leads."""
+        siblings = self._siblings
+        return "" if siblings is None or siblings.is_connected else siblings.problem
 
     def join(self, now: float) -> None:
         if self._siblings is not None:
@@ -401,6 +408,8 @@ class PeerTable:
         """
         if final:
             link.reject(problem, now + self._limits.refused_retry_s)
+            if link.instance == self.identity.instance:
+                self.effects.append(LeaderRefused(link.address, problem))
             return
         is_overtaken = link.heard or link.instance == self.identity.instance
         link.defer(problem, now + (self._limits.hello_retry_s if is_overtaken else self._limits.refused_retry_s))

@@ -117,6 +117,11 @@ class Directory:
     def lacks_leader(self) -> bool:
         return not self._has_leader
 
+    @property
+    def leader_problem(self) -> str:
+        """Why this rank has not joined its leader; empty if it has, or leads."""
+        return self._peers.leader_problem
+
     def set_leader(self, address: str) -> None:
         """Raises `ConfigError` on rank 0, and the second time."""
         if self._has_leader:

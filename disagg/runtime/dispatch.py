@@ -29,6 +29,7 @@ from disagg.protocol.peer_effects import (
     Connect,
     Disconnect,
     Forgotten,
+    LeaderRefused,
     Lost,
     PeerEffect,
     Probe,
@@ -228,6 +229,8 @@ class Dispatch:
                 self.channel.reply(connection, encode(message))
             case Unanswered(instance, address):
                 logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
+            case LeaderRefused(address, problem):
+                self._warnings.warning("%s: its leader at %s refused it: %s", self._handshake.me, address, problem)
             case Probe(dial):
                 if resolved := self._dials.get(dial):
                     self._probes.begin(dial, resolved, now)

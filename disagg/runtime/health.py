@@ -73,6 +73,8 @@ def unready(runtime: Runtime) -> str:
         return "it takes no new requests: it is draining"
     if runtime.directory.lacks_leader:
         return "it does not know its leader: leader= or set_leader() names the address of rank 0"
+    if problem := runtime.directory.leader_problem:
+        return f"it has not joined its leader: {problem}"
     peers = runtime.directory.lasting()
     if not peers or any(runtime.directory.is_ready(name) for name in peers):
         return ""

@@ -398,6 +398,41 @@ def test_what_shows_only_when_the_peer_is_known_fails_the_request() -> None:
         assert "group of peer 'prefill-0': expected 0 to 0, found 5" in str(event.error)
 
 
+@pytest.mark.parametrize(
+    ("size", "listens", "problem"),
+    [(4, True, "declares other layouts or another topology"), (2, False, "no answer yet")],
+)
+def test_a_rank_that_cannot_join_its_leader_says_so(
+    caplog: pytest.LogCaptureFixture, size: int, listens: bool, problem: str
+) -> None:
+    managers = []
+    try:
+        for tp, rank in ((2, 0), (size, 1)):
+            side = Side(tp=tp)
+            topology = side.topology.at(rank)
+            kv = side.component(MODEL, topology, reference.allocate(MODEL, side.rank(topology, num_layers=2)))
+            leader = managers[0].address if rank else None
+            if rank and not listens:
+                managers.pop().close()
+            managers.append(
+                KVManager(
+                    name="prefill-0",
+                    topology=topology,
+                    components=[kv],
+                    model=ModelId("toy"),
+                    leader=leader,
+                    backend="local",
+                    admit="any",
+                )
+            )
+        until(lambda: problem in unready(managers[-1]._runtime))
+        assert "it has not joined its leader" in unready(managers[-1]._runtime)
+        assert ("refused it" in caplog.text) is listens
+    finally:
+        for each in managers:
+            each.close()
+
+
 def test_a_rank_is_told_its_leader_later() -> None:
     first, second = (Side(tp=2).topology.at(rank) for rank in range(2))
     managers = []
@@ -430,7 +465,7 @@ def test_a_rank_is_told_its_leader_later() -> None:
                 open_request()
         assert "does not know its leader" in unready(managers[1]._runtime)
         managers[1].set_leader(managers[0].address)
-        assert unready(managers[1]._runtime) == ""
+        until(lambda: unready(managers[1]._runtime) == "")
         managers[1].sender(new_request_id()).abort("it is not needed")
         decode[0].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
         with pytest.raises(ConfigError, match="is the leader, or knows it"):
