@@ -1,7 +1,4 @@
-"""Shared base of the adapters: the checks that each of them makes before it gives anything to its engine.
-
-An adapter derives its backend from `Adapter` and its peers from `AdapterPeer`. The base class has no lock and no thread.
-"""
+"""Base classes of backends and their peers, with the checks before anything reaches the engine. No lock, no thread."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from disagg.core.memory import MemoryRegion, RemoteRegion
 
 
 class AdapterPeer:
-    """One peer process at one epoch. `regions` are sorted by address, like those of `index`."""
+    """A peer process at one epoch. `regions` are sorted by address, like those of `index`."""
 
     def __init__(self, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         self.regions: Sequence[RemoteRegion] = tuple(sorted(regions))
@@ -27,7 +24,7 @@ class AdapterPeer:
         self.connected = True
 
     def refusal(self) -> str | None:
-        """Why nothing may be posted to this peer, as the end of a sentence; `None` if it may."""
+        """Why nothing may be posted to this peer, as the end of a sentence, or `None`."""
         return None if self.connected else "was disconnected"
 
 
@@ -36,10 +33,10 @@ Descriptor = TypeVar("Descriptor")
 
 
 class Adapter(Generic[Peer, Descriptor]):
-    """Base class of backends. `descriptors` decodes what the engine's endpoint carries beside its regions.
+    """Base class of backends. `descriptors` decodes the engine's part of an endpoint.
 
-    Create the decoder when the module is imported: msgspec 0.22 ends the process when two threads are the first to use one
-    `Struct`. An adapter sets `is_open` to `False` when it closes.
+    Create the decoder at import: msgspec 0.22 ends the process when two threads are the first to use one `Struct`. An
+    adapter sets `is_open` to `False` when it closes.
     """
 
     name: str
@@ -51,50 +48,38 @@ class Adapter(Generic[Peer, Descriptor]):
         self._index: RegionIndex | None = None
 
     def check_open(self) -> None:
-        """Raises `LocalProtocolError` after `close`."""
         if not self.is_open:
             raise LocalProtocolError(f"backend {self.name!r}: the engine has been closed")
 
-    # -- this side's memory --------------------------------------------------------------------------------------------
-
     @property
     def index(self) -> RegionIndex:
-        """The registered regions; raises `LocalProtocolError` before `register`."""
+        """Raises `LocalProtocolError` before `register`."""
         if self._index is None:
             raise LocalProtocolError(f"backend {self.name!r}: register has not been called")
         return self._index
 
     def check_not_registered(self) -> None:
-        """Raises `LocalProtocolError` for a second `register`, or one after `close`."""
         self.check_open()
         if self._index is not None:
             raise LocalProtocolError(f"backend {self.name!r}: register is called once")
 
     def set_registered(self, regions: Sequence[MemoryRegion]) -> None:
-        """Record what the engine has registered."""
         self._index = RegionIndex(regions)
 
-    # -- endpoints -----------------------------------------------------------------------------------------------------
-
     def endpoint_with(self, descriptor: Descriptor) -> bytes:
-        """The endpoint of this engine: its name, `descriptor`, and the registered regions."""
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), self.index.regions)
 
     def decode(self, endpoint: bytes) -> tuple[Descriptor, tuple[RemoteRegion, ...]]:
-        """The descriptor and the regions in a peer's endpoint; raises `RemoteProtocolError`."""
+        """Raises `RemoteProtocolError`."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
             return self._descriptors.decode(raw), regions
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend {self.name!r}: {error}") from error
 
-    # -- peers ---------------------------------------------------------------------------------------------------------
-
     def reachable(self, peer: RemotePeer) -> Peer:
-        """`peer` as this backend's own type; raises where nothing may be posted to it.
-
-        Raises `LocalProtocolError` for a closed engine or a peer of another backend, `PeerUnreachable` for a peer that was
-        disconnected or lost.
+        """`peer` as this backend's own type. Raises `LocalProtocolError` for a closed engine or another backend's peer,
+        `PeerUnreachable` for a peer that was disconnected or lost.
         """
         self.check_open()
         if not isinstance(peer, self._peers):
@@ -105,11 +90,11 @@ class Adapter(Generic[Peer, Descriptor]):
         return peer
 
     def at_epoch(self, peer: RemotePeer, epoch: int) -> Peer | None:
-        """`peer` as this backend's own type if it is the peer's instance of `epoch`, connected or not; else `None`."""
+        """`peer` as this backend's own type, connected or not; `None` at another epoch."""
         return peer if isinstance(peer, self._peers) and peer.epoch == epoch else None
 
     def check_copies(self, peer: Peer, copies: CopyBatch) -> None:
-        """Raises `NotRegistered` for an address of `copies` outside the regions of its side."""
+        """Raises `NotRegistered` for an address outside the regions of its side."""
         self.index.require(copies.source, copies.nbytes, side="local")
         peer.index.require(copies.destination, copies.nbytes, side="remote")
 

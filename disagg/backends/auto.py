@@ -1,11 +1,8 @@
-"""Backend `auto`: several engines as one. Each peer is reached by the first engine that can reach it.
+"""Backend `auto`: several engines as one. Each peer is reached by the first engine that can reach it: `cma` (for GPU
+memory `nvlink`) on this host, else a network engine.
 
-For host memory `cma` reaches peers on this host, and a network engine the others. For GPU memory `nvlink` reaches GPUs of this
-host, and a network engine the others. Each engine registers the memory that it can serve; one that can serve none is left
-out. `transport` names the engines that reach the peers, and the log has the reasons against the others.
-
-Both directions between two ranks are chosen by their writers, each for itself, and each says so before its first write. Until
-that is known, a fence asks every engine that both sides have.
+Each rank of a pair chooses the engine by which it writes, and announces it before its first write. Until then, a fence
+asks every engine that both sides have.
 """
 
 from __future__ import annotations
@@ -31,12 +28,10 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 MAX_LOGGED = 256
-"""Ways to reach peers of which it is known that the log has them."""
+"""Messages remembered, so that none is logged twice."""
 
 
 class AutoDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The endpoint of each of a process's engines, by name."""
-
     endpoints: dict[str, bytes]
 
 
@@ -45,8 +40,8 @@ _DECODER = msgspec.msgpack.Decoder(AutoDescriptor)
 
 @dataclass(eq=False)
 class AutoPeer:
-    """A peer, by the engine that reaches it; `others` are the other engines that both sides have. `writer` is the name of the
-    engine by which the peer writes here, empty while that is not known.
+    """`others`: the other engines that both sides have. `writer`: the engine by which the peer writes here, empty while
+    unknown.
     """
 
     engine: Backend
@@ -59,8 +54,6 @@ class AutoPeer:
 
 @dataclass(frozen=True, eq=False)
 class AutoSpans:
-    """Span classes prepared by the engine that reaches their peer."""
-
     engine: SpanWriter
     spans: PreparedSpans
 
@@ -70,9 +63,8 @@ class AutoSpans:
 
 
 class AutoBackend:
-    """`engines` in the order in which they are tried; at least one. `missing`: why other engines are not among them.
-
-    `staging`: how this rank stages; by default like the last engine, which packs if any does.
+    """`engines`: at least one, in the order in which they are tried. `missing`: why others are not among them.
+    `staging`: by default the last engine's, which packs if any does.
     """
 
     name = "auto"
@@ -87,7 +79,6 @@ class AutoBackend:
 
     @property
     def engines(self) -> Sequence[str]:
-        """Names of the engines, in the order in which they are tried."""
         return tuple(engine.name for engine in self._engines)
 
     @property
@@ -96,7 +87,7 @@ class AutoBackend:
 
     @property
     def transport(self) -> str:
-        """Each engine that reaches a peer, with its transport; before there is a peer, every engine."""
+        """The engines that reach peers, or all engines before there is a peer."""
         return "; ".join(f"{engine.name}: {engine.transport}" for engine in self._used or self._engines)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -104,7 +95,7 @@ class AutoBackend:
             raise LocalProtocolError("backend 'auto': register is called once")
         serving: list[Backend] = []
         for engine in self._engines:
-            # `nvlink` takes the GPU's memory only; staging buffers in host memory are for the other engines.
+            # `nvlink` takes GPU memory only; the others also serve staging buffers in host memory.
             own = [r for r in regions if r.device.kind == "cuda"] if engine.name == "nvlink" else list(regions)
             try:
                 engine.register(own)
@@ -125,7 +116,7 @@ class AutoBackend:
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), self._regions)
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> AutoPeer:
-        """By the first engine that both sides have and that reaches the peer; raises `PeerUnreachable` with every reason."""
+        """Raises `PeerUnreachable` with every engine's reason."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
             descriptor = _DECODER.decode(raw)
@@ -147,8 +138,8 @@ class AutoBackend:
         raise PeerUnreachable(f"backend auto: no engine reaches the peer: {'; '.join(reasons)}")
 
     def _report(self, engine: Backend, reasons: Sequence[str], *, on_this_host: bool) -> None:
-        """Log how peers are reached, once for each way: a warning if not by the first choice, except that `cma` reaches no
-        other host.
+        """Log each way of reaching peers once; as a warning if it is not the first choice. `cma` reaches no other host,
+        which is expected.
         """
         if engine not in self._used:
             self._used.append(engine)
@@ -156,7 +147,7 @@ class AutoBackend:
         because = f" ({'; '.join(reasons)})" if reasons else ""
         how = f"backend auto: peers are reached by {engine.name} over {engine.transport}{because}"
         if how not in self._logged:
-            if len(self._logged) >= MAX_LOGGED:  # a reason may have a peer's words in it
+            if len(self._logged) >= MAX_LOGGED:  # a reason may quote the peer
                 self._logged.clear()
             self._logged.add(how)
             logger.log(logging.WARNING if reasons and not expected else logging.INFO, "%s", how)
@@ -165,13 +156,12 @@ class AutoBackend:
         return _own(peer, AutoPeer).engine.name
 
     def written_by(self, peer: RemotePeer, engine: str) -> None:
-        """See `SeveralEngines`; a name that this side does not have says nothing."""
+        """Ignores a name that this side does not have."""
         own = _own(peer, AutoPeer)
         if engine in (own.engine.name, *(other.name for other in own.others)):
             own.writer = engine
 
     def gathers_from(self, peer: RemotePeer) -> int | None:
-        """See `Gathering`; `None` where the engine that reaches the peer does not gather."""
         own = _own(peer, AutoPeer)
         return own.engine.gathers_from(own.peer) if isinstance(own.engine, Gathering) else None
 
@@ -180,7 +170,6 @@ class AutoBackend:
         return own.engine.submit(own.peer, copies)
 
     def prepare_spans(self, peer: RemotePeer, shapes: Sequence[SpanShape]) -> AutoSpans | None:
-        """`None` where the engine that reaches the peer takes addresses only."""
         own = _own(peer, AutoPeer)
         if not isinstance(own.engine, SpanWriter):
             return None
@@ -192,7 +181,7 @@ class AutoBackend:
         return own.engine.submit_spans(own.spans, batch)
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once the engine by which the peer writes here has proved it, and the one by which this side writes there."""
+        """`QUIET` once proved by the engine that writes to the peer, and by those by which the peer may write here."""
         own = _own(peer, AutoPeer)
         if own.engine.fence(own.peer, epoch=epoch) is not Fence.QUIET:
             return Fence.UNKNOWN
@@ -204,11 +193,9 @@ class AutoBackend:
         return Fence.QUIET
 
     def is_quiet_when_closed(self) -> bool:
-        """Whether every engine's `close` is a proof."""
         return all(isinstance(engine, QuietWhenClosed) and engine.is_quiet_when_closed() for engine in self._engines)
 
     def renewal_due(self) -> str:
-        """What the engines say, if any must be built anew."""
         return "; ".join(filter(None, map(renewal_due, self._engines)))
 
     def disconnect(self, peer: RemotePeer) -> None:
@@ -216,7 +203,7 @@ class AutoBackend:
         own.engine.disconnect(own.peer)
 
     def close(self) -> None:
-        """Close every engine; the first error is raised after all have been closed."""
+        """Close every engine, then raise the first error."""
         failed: list[DisaggError] = []
         for engine in self._engines:
             try:

@@ -1,7 +1,5 @@
-"""The contract between the manager and a transfer engine.
-
-A backend sees addresses and lengths, and no pages, layers, requests or roles. Several threads may call it.
-`disagg.testing.contract` has the test class that every backend must pass.
+"""The contract between the manager and a transfer engine (tests: `disagg.testing.contract`). A backend sees addresses
+and lengths only. Several threads may call it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from disagg.machine.rdma import rdma_refusal
 
 
 class TransferStatus(enum.Enum):
-    """The status of a transfer. `DONE` and `FAILED` are settled: the engine will touch neither side again."""
+    """`DONE` and `FAILED` are settled: the engine will touch neither side again."""
 
     PENDING = "pending"
     DONE = "done"
@@ -41,8 +39,6 @@ class Fence(enum.Enum):
 
 
 class Transport(enum.Enum):
-    """What an engine may use to move bytes."""
-
     AUTO = "auto"
     RDMA = "rdma"
     TCP = "tcp"
@@ -53,9 +49,9 @@ class Transport(enum.Enum):
 class BackendOptions:
     """The server's settings for the engine.
 
-    `host`: the address at which peers reach this rank's engine. `devices`: NICs that the engine may use, empty for its own
-    choice. `require`: the transport that must be in use; without it the engine raises `BackendUnavailable` when it starts.
-    `trusted_network`: the operator trusts everyone who can reach `host`. An engine with open TCP needs this off loopback.
+    `host`: the address at which peers reach the engine. `devices`: NICs that it may use; empty: its choice. `require`:
+    the engine raises `BackendUnavailable` at its start without this transport. `trusted_network`: everyone who can
+    reach `host` is trusted; an engine with open TCP needs this off loopback.
     """
 
     host: str = "127.0.0.1"
@@ -72,28 +68,26 @@ class BackendOptions:
 
     @property
     def wanted(self) -> Transport:
-        """The transport to use: the one required, else the one allowed."""
         return self.require or self.transport
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether these options let only peers of this host be reached: shared memory, or a loopback address."""
+        """Whether the options limit peers to this host: shared memory, or a loopback address."""
         return self.wanted is Transport.SHM or (self.wanted is Transport.AUTO and is_loopback(self.host))
 
 
 ADDRESS_SPACE = 256
-"""How many times lent slots are reserved as addresses, for an engine that pins no memory."""
+"""How often lent slots are reserved as addresses, for an engine that pins no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagingShape:
     """When and how pieces travel packed over an engine.
 
-    Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A receiver lends `num_lent` slots, up to
-    `window` of them to one writer. The writer packs into `window` buffers of that size, and `spares` more. Slots are reported
-    and lent `at_once`, and never more than half a window together. `address_space`: how many times the lent slots are reserved
-    as addresses, where that costs no memory; see `LentSlots`. `gathers_from` is as in `Gathering`, as far as it is known
-    without a peer.
+    Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A receiver lends `num_lent`
+    slots, up to `window` of them to one writer, which packs into `window` + `spares` buffers. Slots are reported and
+    lent `at_once`, but never more than half a window together. `address_space`: how often the lent slots are reserved
+    as addresses (`LentSlots`). `gathers_from`: see `Gathering`.
     """
 
     pack_below: int = 0
@@ -107,7 +101,6 @@ class StagingShape:
 
     @property
     def batch(self) -> int:
-        """Slots that are reported or lent together."""
         return min(self.at_once, max(1, self.window // 2))
 
     def __post_init__(self) -> None:
@@ -117,82 +110,79 @@ class StagingShape:
 
 
 def check_rdma(backend: str, options: BackendOptions) -> None:
-    """Raises `BackendUnavailable`, with the findings of `disagg doctor`, where RDMA is required and cannot be used."""
+    """Raises `BackendUnavailable`, with the findings of `disagg doctor`, if RDMA is required and unusable."""
     refusal = rdma_refusal(options.devices) if options.wanted is Transport.RDMA else None
     if refusal:
         raise BackendUnavailable(f"backend {backend!r}: transport 'rdma': {refusal}")
 
 
 class RemotePeer(Protocol):
-    """One peer process at one epoch, as the engine sees it. Opaque to the manager."""
+    """A peer process at one epoch. Opaque to the manager."""
 
     @property
     def regions(self) -> Sequence[RemoteRegion]: ...
 
 
 class Transfer(Protocol):
-    """Posted copies."""
-
     def poll(self) -> TransferStatus:
-        """The status now; never blocks. A settled status does not change."""
+        """Never blocks. A settled status does not change."""
 
     @property
     def completion(self) -> _native.Flag | _native.CudaEvent | None:
-        """What native code can poll for the end of the transfer without the GIL; `None` if only `poll` tells it.
+        """The end of the transfer, for native code; `None` if only `poll` reports it.
 
-        It is done once the transfer is `DONE`, not before, and stays so after `close`. That of a failed transfer reports the
-        failure, or is never done.
+        It is done once the transfer is `DONE`, not before, and stays so after `close`. For a failed transfer it reports
+        the failure, or is never done.
         """
 
     @property
     def error(self) -> str | None:
-        """The engine's reason for `FAILED` or `UNSETTLED`, else `None`."""
+        """The reason for `FAILED` or `UNSETTLED`."""
 
     def close(self) -> None:
-        """Release the engine's resources. Raises `LocalProtocolError` unless settled; a second call does nothing."""
+        """Release resources. Raises `LocalProtocolError` unless settled; idempotent."""
 
 
 class Backend(Protocol):
-    """One engine in one process, used by one manager."""
-
     name: str
 
     @property
     def staging(self) -> StagingShape:
-        """When and how pieces are packed over the transport in use, as measured (`docs/engines.md`)."""
+        """For the transport in use."""
 
     @property
     def transport(self) -> str:
-        """The transport that is really in use, for logs and reports, such as `"tcp"` or `"shm"`."""
+        """The transport in use, for logs and reports, such as `"tcp"`."""
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Make memory reachable, once, before `endpoint`. Raises `ConfigError` for memory the engine cannot serve,
-        `LocalProtocolError` for a second call. Regions may overlap or touch: a copy may cross from one to the next.
+        """Make memory reachable, once, before `endpoint`. Raises `ConfigError` for memory that the engine cannot serve,
+        `LocalProtocolError` for a second call. Regions may overlap or touch; a copy may cross from one to the next.
         """
 
     def endpoint(self) -> bytes:
-        """The data with which a peer reaches this engine and its regions; sent only after an authenticated hello."""
+        """What a peer needs to connect; sent only after an authenticated hello."""
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> RemotePeer:
-        """Connect to a peer's engine, from its `endpoint()`, so that the first transfer is as fast as the next ones.
+        """Connect to a peer's engine, so that the first transfer is as fast as later ones. A restarted peer has another
+        `epoch`.
 
-        `process` is the peer's process if the kernel attests it. Only with it may an engine copy to and from a process by its
-        id, or conclude from its end; nothing that an endpoint says about a process is believed.
+        `process` is the peer's process if the kernel attests it. Only with it may an engine copy by process id, or
+        conclude anything from a process's end; what an endpoint says about its process is not believed.
 
-        Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend, `PeerUnreachable` for a peer that
-        cannot be reached. A peer that restarted has another `epoch` and is connected again.
+        Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend, `PeerUnreachable` if the peer
+        cannot be reached.
         """
 
     def submit(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:
-        """Post `copies` from this side's memory to the peer's. Raises, with nothing posted: `NotRegistered` for an address
-        outside the regions of its side, `PeerUnreachable` for a peer that was disconnected. An empty batch is done at once.
+        """Post `copies` from this side's memory to the peer's. Raises, with nothing posted, `NotRegistered` for an
+        address outside its side's regions, `PeerUnreachable` for a disconnected peer. An empty batch is done at once.
         """
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """Whether everything ever posted to or by that peer's epoch has provably finished. Never a guess."""
+        """Whether everything ever posted to or by the peer's epoch has provably finished. Never a guess."""
 
     def disconnect(self, peer: RemotePeer) -> None:
-        """Drop the peer. Transfers that are still pending can still be polled."""
+        """Drop the peer. Pending transfers can still be polled."""
 
     def close(self) -> None:
-        """Stop the engine and release everything; a second call does nothing."""
+        """Release everything; idempotent."""

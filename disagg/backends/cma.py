@@ -1,23 +1,22 @@
-"""Backend `cma`: the kernel copies between two processes of one host (`process_vm_writev`, `process_vm_readv`).
+"""Backend `cma`: the kernel copies host memory between two processes of one host (`process_vm_writev`,
+`process_vm_readv`).
 
-For host memory. `submit` copies in the calling thread, without the GIL, and on a second native thread where the batch is
-large; one system call takes up to 1,024 pieces. So the transfer that `submit` returns has settled:
+`submit` copies in the calling thread, without the GIL, and with a second native thread for a large batch:
 
-| what happens | status | why |
+| event | result | why |
 |---|---|---|
-| the calls copy every byte | `DONE` | the kernel has returned |
-| a call fails, or copies less | `FAILED` | the same: nothing is under way, and a part may have been copied |
-| the peer's process has ended | `PeerUnreachable` at submit | its memory is gone; another process may have its number |
-| the peer's process has ended, or executes another program | `fence`: `QUIET` | only its threads copied for it |
-| the peer's process lives | `fence`: `UNKNOWN` | one of its threads may be inside a copy to or from this process |
-| a copy with the peer is under way here | `fence`: `UNKNOWN` | another thread of this process is inside `submit` |
+| every byte is copied | `DONE` | the kernel has returned |
+| a call fails, or copies less | `FAILED` | the same; a part may have been copied |
+| the peer's process has ended | `PeerUnreachable` at submit | another process may have its number |
+| it has ended, or executes another program | `fence`: `QUIET` | only its threads copied for it |
+| it lives | `fence`: `UNKNOWN` | one of its threads may be copying to or from this process |
+| a copy with the peer is under way here | `fence`: `UNKNOWN` | another thread is inside `submit` |
 
-The process is the one that the kernel attests (`disagg.machine.processes`), never one that the peer only names: otherwise a
-peer could have this process write to any process that it may trace, itself included. Closing proves that nothing can touch
-memory here only if every process that this engine has met has ended, or executes another program.
+The peer's process is the one that the kernel attests: by naming another, a peer could have this process write to any
+process that it may trace, itself included.
 
-`connect` refuses a peer on another host or in another network or process-id namespace, and one whose memory the kernel does not
-let this process read: the two processes must have the same user, and `kernel.yama.ptrace_scope` must allow it.
+`connect` refuses a peer in another network or process-id namespace, and one whose memory the kernel does not let this
+process read: both need the same user and a permissive `kernel.yama.ptrace_scope`.
 """
 
 from __future__ import annotations
@@ -39,14 +38,12 @@ from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch, copy_refusal
 
 GATHER_FROM = 256
-"""Mean length in bytes from which on pieces are written from where they lie: shorter ones are better packed first."""
+"""Mean length in bytes from which pieces are better gathered than packed."""
 COPY_THREADS = 2
-"""Native threads of a large batch. More would take cores that the server needs."""
+"""More would take cores from the server."""
 
 
 class CmaTransfer:
-    """Copies that were made, or failed, before `submit` returned."""
-
     completion = None
 
     def __init__(self, error: str | None = None) -> None:
@@ -56,12 +53,10 @@ class CmaTransfer:
         return TransferStatus.FAILED if self.error else TransferStatus.DONE
 
     def close(self) -> None:
-        """A transfer holds nothing."""
+        """Nothing to release."""
 
 
 class CmaPeer(AdapterPeer):
-    """A process at one epoch."""
-
     def __init__(self, process: ProcessWatch, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         super().__init__(regions, epoch=epoch)
         self.process = process
@@ -73,7 +68,7 @@ class CmaPeer(AdapterPeer):
 
 
 class CmaDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The process of an endpoint, by its own account. It must be the one that the kernel attests."""
+    """The process as the peer names it; it must be the attested one."""
 
     pid: int
 
@@ -82,7 +77,7 @@ _DECODER = msgspec.msgpack.Decoder(CmaDescriptor)
 
 
 class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
-    """See the module. Raises `BackendUnavailable` where the kernel refuses such copies, or another transport is required."""
+    """Raises `BackendUnavailable` where the kernel refuses such copies, or another transport is required."""
 
     name = "cma"
     transport = "shm"
@@ -94,13 +89,13 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
         byte = np.zeros(1, np.uint8)
         if (refusal := copy_refusal(os.getpid(), byte.ctypes.data)) is not None:
             raise BackendUnavailable(f"backend 'cma': the kernel refuses copies between processes: {refusal}")
-        self._neighbours: set[ProcessWatch] = set()  # every process that this engine has met
+        self._neighbours: set[ProcessWatch] = set()  # all that this engine has met
         self._num_copying = 0
         self._changed = threading.Condition()
 
     @staticmethod
     def staging_for(_: BackendOptions) -> StagingShape:
-        """Break-even with single pieces is about 4 KiB. The engine gathers pieces into the peer's slots, so slots are large."""
+        """Break-even with single pieces is about 4 KiB. The engine gathers pieces into slots, so slots are large."""
         return StagingShape(
             pack_below=8 << 10, slot_nbytes=8 << 20, window=4, num_lent=8, gathers_from=GATHER_FROM, address_space=ADDRESS_SPACE
         )
@@ -110,7 +105,6 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
         return self.staging_for(BackendOptions())
 
     def gathers_from(self, peer: RemotePeer) -> int | None:
-        """See `Gathering`: the kernel reads the pieces from where they lie."""
         return GATHER_FROM if isinstance(peer, CmaPeer) else None
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -124,10 +118,8 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
         self.check_open()
         return self.endpoint_with(CmaDescriptor(os.getpid()))
 
-    # -- peers ---------------------------------------------------------------------------------------------------------
-
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> CmaPeer:
-        """Reads one byte of the peer's first region, so that a refusal shows now and not with the first request."""
+        """Reads one byte of the peer's memory, so that a refusal shows now."""
         self.check_open()
         descriptor, regions = self.decode(endpoint)
         if process is None:
@@ -154,7 +146,6 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
             peer.connected = False
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once the peer's process has ended and no copy with it is under way here."""
         own = self.at_epoch(peer, epoch)
         if own is None or not self.is_quiet_after(own.process):
             return Fence.UNKNOWN
@@ -162,14 +153,12 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
             return Fence.UNKNOWN if own.num_copying else Fence.QUIET
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
-        """See `ProvesByProcess`: only threads of that program copied for it."""
+        """Only threads of that program copied for it."""
         return process.has_left()
 
     def is_quiet_when_closed(self) -> bool:
-        """See `QuietWhenClosed`: a process that lives may copy into this one, whether or not the engine here is closed."""
+        """A living process may copy into this one, whether or not this engine is closed."""
         return all(process.has_left() for process in self._neighbours)
-
-    # -- transfers -----------------------------------------------------------------------------------------------------
 
     def submit(self, peer: RemotePeer, copies: CopyBatch) -> CmaTransfer:
         with self._copying(peer) as own:
@@ -181,7 +170,6 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
 
     @contextmanager
     def _copying(self, peer: RemotePeer) -> Iterator[CmaPeer]:
-        """`peer`, which nothing prevents from being copied to or from; within the scope `close` waits."""
         with self._changed:
             own = self.reachable(peer)
             own.num_copying += 1
@@ -195,7 +183,7 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Returns once no copy is being made from here."""
+        """Returns once no copy from here is under way."""
         with self._changed:
             self.is_open = False
             self._changed.wait_for(lambda: not self._num_copying)

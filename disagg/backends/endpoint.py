@@ -1,4 +1,4 @@
-"""Endpoints, which backends send to their peers, and look-up of addresses in registered regions."""
+"""Endpoints, which backends send to their peers, and the look-up of addresses in registered regions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from disagg.core.copies import Addresses
 from disagg.core.errors import ConfigError, NotRegistered, RemoteProtocolError
 from disagg.core.memory import Device, MemoryRegion, RemoteRegion
 
-# An address and a size below 2**63 each: their sum never overflows the uint64 columns.
+# Address and size stay below 2**63 each, so their sum fits uint64.
 _Bounded = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
@@ -25,7 +25,7 @@ class _RegionRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The envelope of every backend's endpoint: the engine's own descriptor, and the regions it serves."""
+    """The engine's own descriptor, and the regions it serves."""
 
     backend: str
     descriptor: bytes
@@ -33,17 +33,16 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _ENDPOINT = msgspec.msgpack.Decoder(Endpoint)
-"""Created at import: msgspec 0.22 ends the process when two threads are the first to use one `Struct`."""
+"""Created at import: see `Adapter`."""
 
 
 def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion | RemoteRegion]) -> bytes:
-    """An `Endpoint` as bytes."""
     rows = tuple(_RegionRow(r.address, r.nbytes, str(r.device)) for r in regions)
     return msgspec.msgpack.encode(Endpoint(backend, descriptor, rows))
 
 
 def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegion, ...]]:
-    """The descriptor and the regions of a peer's endpoint; raises `RemoteProtocolError` for another backend's, or for none."""
+    """Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend."""
     try:
         endpoint = _ENDPOINT.decode(data)
         regions = tuple(RemoteRegion(r.address, r.nbytes, Device.parse(r.device)) for r in endpoint.regions)
@@ -57,25 +56,23 @@ def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegio
 
 
 class RegionIndex:
-    """Looks up addresses in a set of regions: the check before anything is posted, and the device of each copy."""
-
     def __init__(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
         ordered = sorted(regions, key=lambda r: r.address)
         self.regions = tuple(ordered)
         kinds = {region.device.kind for region in ordered}
         self.kind = kinds.pop() if len(kinds) == 1 else None
-        """The kind of device, if all regions are on the same kind."""
+        """`None` if regions are on several kinds of devices."""
         columns = ([r.address for r in ordered], [r.address + r.nbytes for r in ordered], [r.device.index for r in ordered])
         self._native = _native.Regions(*(np.array(column, dtype=np.uint64) for column in columns))
 
     def require(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> None:
-        """Raises `NotRegistered` naming the first copy outside all regions."""
+        """Raises `NotRegistered`, naming the first copy outside all regions."""
         inside = self._native.count_held(addresses, nbytes)
         if inside < len(addresses):
             raise self._outside(addresses, nbytes, inside, side)
 
     def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.int64]:
-        """The index, in `regions`, of each copy's region; raises as `require` does."""
+        """Each copy's index in `regions`; raises as `require` does."""
         where = np.empty(len(addresses), dtype=np.int64)
         inside = self._native.locate(addresses, nbytes, where)
         if inside < len(addresses):

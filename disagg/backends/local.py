@@ -1,12 +1,10 @@
-"""Backend `local`: managers of one process, copying straight from memory to memory.
-
-The reference for tests, and a dry run without an engine. `submit` copies before it returns, so every transfer has settled:
+"""Backend `local`: copies between managers of one process. The reference for tests. `submit` copies before it returns:
 
 | question | answer | why |
 |---|---|---|
 | status of a transfer | `DONE` | the copy has returned |
-| fence of a peer | `QUIET` | but `UNKNOWN` while another thread is inside a copy between the two engines |
-| the peer's engine was closed | `PeerUnreachable` at submit | `close` waits for copies under way, and no other starts |
+| fence of a peer | `QUIET` | `UNKNOWN` while another thread copies between the two engines |
+| the peer's engine was closed | `PeerUnreachable` at submit | `close` waits for copies, and no other starts |
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch
 
 _engines: WeakValueDictionary[str, LocalBackend] = WeakValueDictionary()
-"""Engines of this process by their token: what a network is to other engines. Keeps none of them alive."""
+"""By token."""
 
 
 class LocalDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which engine of which process."""
-
     pid: int
     token: str
 
@@ -44,13 +40,11 @@ _DECODER = msgspec.msgpack.Decoder(LocalDescriptor)
 
 
 def _copy(copies: CopyBatch) -> None:
-    """Make the copies; every address on both sides has been checked."""
+    """All addresses must have been checked."""
     _native.copy_batch(copies.source, copies.destination, copies.nbytes)
 
 
 class LocalTransfer:
-    """Copies that were made before `submit` returned."""
-
     error: str | None = None
 
     completion = None
@@ -59,12 +53,10 @@ class LocalTransfer:
         return TransferStatus.DONE
 
     def close(self) -> None:
-        """A transfer holds nothing."""
+        """Nothing to release."""
 
 
 class LocalPeer(AdapterPeer):
-    """An engine of this process at one epoch."""
-
     def __init__(self, target: LocalBackend, *, epoch: int, generation: int) -> None:
         super().__init__([RemoteRegion(r.address, r.nbytes, r.device) for r in target.index.regions], epoch=epoch)
         self.target = target
@@ -72,8 +64,6 @@ class LocalPeer(AdapterPeer):
 
 
 class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
-    """One engine of this process; see the module for what it promises."""
-
     name = "local"
     transport = "memory copy"
 
@@ -82,18 +72,16 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
         if options.require is not None:
             raise ConfigError(f"backend 'local' has no transport, so it cannot require {options.require.value!r}")
         self._descriptor = LocalDescriptor(os.getpid(), secrets.token_hex(16))
-        self._under_way: Counter[str] = Counter()  # copies between this engine and another, by the other's token
-        self._fences: Counter[str] = Counter()  # fences of another engine; connections made before the last are refused
+        self._under_way: Counter[str] = Counter()  # copies, by the other engine's token
+        self._fences: Counter[str] = Counter()  # also by token; older connections are refused
         self._changed = threading.Condition()
 
     @property
     def token(self) -> str:
-        """What identifies this engine in its process."""
         return self._descriptor.token
 
     @staticmethod
     def staging_for(_: BackendOptions) -> StagingShape:
-        """Never packs."""
         return StagingShape()
 
     @property
@@ -112,7 +100,7 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
         return self.endpoint_with(self._descriptor)
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> LocalPeer:
-        del process  # no copy here goes by a process id
+        del process
         self.check_open()
         descriptor, _ = self.decode(endpoint)
         if descriptor.pid != os.getpid():
@@ -128,13 +116,13 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
     def submit(self, peer: RemotePeer, copies: CopyBatch) -> LocalTransfer:
         own = self.reachable(peer)
         self.check_copies(own, copies)
-        # Regions were registered on both sides: neither side may release its memory while it is copied.
+        # Neither side may release its memory during the copy.
         with self.busy(own.target.token), own.target.busy(self.token, generation=own.generation):
             _copy(copies)
         return LocalTransfer()
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """Refuses whatever the peer would still post by its present connections; `QUIET` unless a copy is under way."""
+        """Also refuses what the peer would still post by its present connections."""
         own = self.at_epoch(peer, epoch)
         if own is None:
             return Fence.UNKNOWN
@@ -143,7 +131,6 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
             return Fence.UNKNOWN if self._under_way[own.target.token] else Fence.QUIET
 
     def generation_of(self, other: str) -> int:
-        """How often this engine has fenced off the engine of that token."""
         return self._fences[other]
 
     def disconnect(self, peer: RemotePeer) -> None:
@@ -151,19 +138,21 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
             peer.connected = False
 
     def close(self) -> None:
-        """Returns once no copy to or from this engine's memory is being made."""
+        """Returns once no copy to or from this engine's memory is under way."""
         _engines.pop(self.token, None)
         with self._changed:
             self.is_open = False
             self._changed.wait_for(lambda: not self._under_way.total())
 
     def is_quiet_when_closed(self) -> bool:
-        """Always: `close` waits for copies, and copies start only between open engines."""
+        """`close` waits for copies, and copies start only between open engines."""
         return True
 
     @contextmanager
     def busy(self, other: str, *, generation: int | None = None) -> Iterator[None]:
-        """Within the scope `close` waits; raises `PeerUnreachable` for a closed engine, or one that fenced that generation."""
+        """Within the scope `close` waits. Raises `PeerUnreachable` for a closed engine, or one that has fenced
+        `generation`.
+        """
         with self._changed:
             if not self.is_open:
                 raise PeerUnreachable("backend 'local': that engine of this process has been closed")

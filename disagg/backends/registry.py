@@ -1,4 +1,4 @@
-"""Finds transfer engines by name, among the entry points of installed packages. Imports an engine when it is first used."""
+"""Finds transfer engines by name among entry points."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from disagg.core.errors import BackendUnavailable, ConfigError
 
 ENTRY_POINTS = "disagg.backends"
 AUTO_HOST = "cma"
-"""The engine that `auto` tries first for host memory. It reaches peers on this host only."""
+"""`auto`'s first choice for host memory. It reaches peers on this host only."""
 AUTO_GPU = "nvlink"
-"""The engine that `auto` tries first for GPU memory. It reaches other GPUs of this host only."""
+"""`auto`'s first choice for GPU memory. It reaches GPUs of this host only."""
 AUTO = ("nixl", "mooncake")
-"""The network engines that `auto` tries, in this order; it uses the first that starts."""
+"""Network engines: `auto` uses the first that starts."""
 
 
 def available() -> tuple[str, ...]:
-    """Names that `load` knows, whether or not the engine is installed."""
+    """Names that `load` knows, installed or not."""
     return tuple(sorted({entry.name for entry in _entries()}))
 
 
 @functools.cache
 def _entries() -> importlib.metadata.EntryPoints:
-    """The entry points of all installed packages; reading them takes longer than the rest of a small manager's start."""
+    """Cached: reading them takes longer than the rest of a small manager's start."""
     return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
 
 def load(name: str, options: BackendOptions, *, gpu: bool = False) -> Backend:
-    """The backend called `name`, started with `options`; `gpu`: for memory on a GPU.
+    """The backend called `name`; `gpu`: for memory on a GPU.
 
-    `auto` is `AutoBackend` over `AUTO_HOST`, or `AUTO_GPU` for memory on a GPU, and the first of `AUTO` that starts. The first
-    of them is left out if `options` ask for another transport than its own: shared memory is `AUTO_HOST`'s. Raises
-    `ConfigError` for an unknown name and `BackendUnavailable` where the engine cannot be used here.
+    `auto` is `AUTO_GPU` or `AUTO_HOST`, unless `options` ask for another transport, and the first of `AUTO` that
+    starts. Raises `ConfigError` for an unknown name, `BackendUnavailable` if the engine cannot be used here.
     """
     if name != "auto":
         return _factory(name)(options)
@@ -47,13 +46,11 @@ def load(name: str, options: BackendOptions, *, gpu: bool = False) -> Backend:
     if not engines:
         tried = (preferred, *AUTO) if options.wanted in over else AUTO
         raise BackendUnavailable(f"backend auto: none of {', '.join(tried)} can be used here. {' '.join(reasons)}")
-    # With all peers on this host, `cma` reaches every one of them.
     staging = engines[0].staging if options.stays_on_host and not gpu else None
     return AutoBackend(engines, missing=reasons, staging=staging)
 
 
 def _try(name: str, options: BackendOptions, reasons: list[str]) -> Backend | None:
-    """A backend, if it starts; else adds the reason to `reasons`."""
     try:
         return _factory(name)(options)
     except BackendUnavailable as error:
@@ -64,7 +61,7 @@ def _try(name: str, options: BackendOptions, reasons: list[str]) -> Backend | No
 def _factory(name: str) -> Callable[[BackendOptions], Backend]:
     found = tuple(_entries().select(name=name))
     if not found:
-        _entries.cache_clear()  # for an engine that is installed before the next call
+        _entries.cache_clear()  # an engine may be installed before the next call
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(available())}, found {name!r}")
     factory: Callable[[BackendOptions], Backend] = found[0].load()
     return factory

@@ -1,7 +1,5 @@
-"""One GPU through the CUDA driver: its primary context, memory, streams, events and compiled kernels.
-
-PyTorch and the CUDA runtime use the same primary context. Every call here leaves the calling thread's current context as it
-was.
+"""One GPU through the CUDA driver. PyTorch uses the same primary context. Every call leaves the thread's current
+context as it was.
 """
 
 from __future__ import annotations
@@ -23,24 +21,19 @@ from disagg.core.errors import BackendUnavailable
 
 DRIVER = "libcuda.so.1"
 NOT_READY = 600
-"""`CUDA_ERROR_NOT_READY`: the status of an event that has not completed."""
+"""`CUDA_ERROR_NOT_READY`"""
 IPC_HANDLE_NBYTES = 64
 KERNEL_SOURCE = Path(__file__).with_name("kernels.cu")
 
 
 class CudaError(Exception):
-    """A CUDA call failed; the message is `call: NAME`."""
-
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call}: {name}")
         self.name = name
 
 
 def load_bindings() -> tuple[ModuleType, ModuleType]:
-    """Return the driver and NVRTC modules of `cuda.bindings`.
-
-    Raises `BackendUnavailable` if the packages or the NVIDIA driver are missing.
-    """
+    """Raises `BackendUnavailable` without the packages or an NVIDIA driver."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
@@ -55,7 +48,7 @@ def load_bindings() -> tuple[ModuleType, ModuleType]:
 
 
 def num_gpus() -> int:
-    """Number of GPUs visible to this process; 0 without a driver."""
+    """0 without a driver."""
     try:
         driver, _ = load_bindings()
     except BackendUnavailable:
@@ -64,21 +57,19 @@ def num_gpus() -> int:
 
 
 def second_gpu() -> int:
-    """The GPU of the second of two processes: 1, or 0 where there is only one."""
+    """For the second of two processes: 1, or 0 where there is only one GPU."""
     return 0 if num_gpus() == 1 else 1
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One device allocation, and the IPC handle that lets another process map it."""
-
     base: int
     nbytes: int
     handle: bytes
 
 
 class Gpu:
-    """One GPU of this process, identified by its CUDA ordinal. Enter `current()` before you call its methods."""
+    """Enter `current()` before you call its methods."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -88,7 +79,7 @@ class Gpu:
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a driver function and return its results without the status; raises `CudaError`."""
+        """The function's results without the status; raises `CudaError`."""
         status, *values = getattr(self.driver, name)(*arguments)
         if int(status) != 0:
             raise CudaError(name, status.name)
@@ -96,7 +87,6 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this GPU's context current in the calling thread."""
         self.call("cuCtxPushCurrent", self.context)
         try:
             yield
@@ -106,10 +96,8 @@ class Gpu:
     def release(self) -> None:
         self.driver.cuDevicePrimaryCtxRelease(self.device)
 
-    # -- other GPUs ---------------------------------------------------------------------------------------------------
-
     def peers(self) -> dict[bytes, int]:
-        """The ordinal of every GPU visible to this process, by UUID."""
+        """The ordinal of each visible GPU, by UUID."""
         count = int(self.call("cuDeviceGetCount"))
         return {bytes(self.call("cuDeviceGetUuid", self.call("cuDeviceGet", i)).bytes): i for i in range(count)}
 
@@ -117,7 +105,7 @@ class Gpu:
         return bool(self.call("cuDeviceCanAccessPeer", self.device, self.call("cuDeviceGet", ordinal)))
 
     def has_nvlink(self, ordinal: int) -> bool:
-        """Whether NVLink connects the two GPUs, inferred: native peer atomics work over NVLink and not over PCIe."""
+        """Inferred: native peer atomics work over NVLink and not over PCIe."""
         attribute = self.driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
         other = self.call("cuDeviceGet", ordinal)
         return bool(int(self.call("cuDeviceGetP2PAttribute", attribute, self.device, other)))
@@ -129,18 +117,15 @@ class Gpu:
             if error.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
                 raise
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
     def ordinal_of(self, address: int) -> int:
-        """The ordinal of the GPU that holds an address."""
         return self._attribute("CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL", address)
 
     def has_legacy_handle(self, address: int) -> bool:
-        """Whether `cuIpcGetMemHandle` works for the allocation at an address."""
+        """Whether `cuIpcGetMemHandle` works for the allocation."""
         return bool(self._attribute("CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE", address))
 
     def _attribute(self, name: str, address: int) -> int:
-        """A pointer attribute, read with ctypes: cuda-bindings 13.0 returns ordinal 0 for memory on every GPU."""
+        """Read with ctypes: cuda-bindings 13.0 returns ordinal 0 for memory on every GPU."""
         found = ctypes.c_uint64(0)
         attribute = int(getattr(self.driver.CUpointer_attribute, name))
         status = ctypes.CDLL(DRIVER).cuPointerGetAttribute(ctypes.byref(found), attribute, ctypes.c_uint64(address))
@@ -149,32 +134,27 @@ class Gpu:
         return found.value
 
     def extent(self, address: int) -> tuple[int, int]:
-        """Base and size in bytes of the allocation or mapping that contains an address."""
+        """Base and bytes of the allocation or mapping that contains an address."""
         base, nbytes = self.call("cuMemGetAddressRange", address)
         return int(base), int(nbytes)
 
     def export(self, address: int) -> Allocation:
-        """The allocation that contains an address, with its IPC handle."""
         base, nbytes = self.extent(address)
         handle = self.call("cuIpcGetMemHandle", base)
         return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES))
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation and return its base here.
-
-        Opening a handle again returns the same base and increments its count.
-        """
+        """Map another process's allocation; returns its base. Opening it again returns the same base and counts up."""
         opened = self.driver.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_NBYTES)
         lazy = self.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         return int(self.call("cuIpcOpenMemHandle", opened, int(lazy)))
 
     def close(self, base: int) -> None:
-        """Undo one `open`."""
         self.call("cuIpcCloseMemHandle", base)
 
     def table(self, words: npt.NDArray[np.uint64]) -> int:
-        """Copy `words` to the GPU and return their address there; release it with `free`."""
+        """Copy `words` to the GPU; release the returned address with `free`."""
         address = int(self.call("cuMemAlloc", max(words.nbytes, 8)))
         if words.nbytes:
             self.call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
@@ -184,10 +164,8 @@ class Gpu:
     def free(self, address: int) -> None:
         self.call("cuMemFree", address)
 
-    # -- work ---------------------------------------------------------------------------------------------------------
-
     def stream(self) -> int:
-        """A non-blocking stream of the highest priority, so that its few blocks get the next free multiprocessors."""
+        """Non-blocking, of the highest priority, so that its few blocks get the next free multiprocessors."""
         _, greatest = self.call("cuCtxGetStreamPriorityRange")
         flags = int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self.call("cuStreamCreateWithPriority", flags, int(greatest)))
@@ -196,10 +174,7 @@ class Gpu:
         return int(self.call("cuEventCreate", int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
 
     def compile(self, source: str, names: Sequence[str]) -> tuple[Any, dict[str, int]]:
-        """Compile CUDA C++ for this GPU; return the module and its kernels by name.
-
-        Raises `BackendUnavailable` with the compiler's log.
-        """
+        """Returns the module, and its kernels by name. Raises `BackendUnavailable` with the compiler's log."""
         attributes = self.driver.CUdevice_attribute
         major = int(self.call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self.device))
         minor = int(self.call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self.device))
@@ -213,10 +188,7 @@ _compiled: dict[tuple[str, str], bytes] = {}
 
 
 def compile_source(nvrtc: ModuleType, source: str, *, architecture: str) -> bytes:
-    """Compile CUDA C++ to machine code, once per process and architecture.
-
-    Raises `BackendUnavailable` with the compiler's log.
-    """
+    """Compiles once per process and architecture. Raises as `Gpu.compile` does."""
     with _compile_lock:
         if (source, architecture) not in _compiled:
             _compiled[source, architecture] = _compile(nvrtc, source, architecture)

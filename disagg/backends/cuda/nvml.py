@@ -1,4 +1,4 @@
-"""Which processes have a context on a GPU, as NVML lists them. The library comes with the NVIDIA driver."""
+"""Which processes have a context on a GPU, by NVML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _SPARE = 16
-"""Entries beyond the number that NVML announces: a process may start between the two calls."""
+"""For processes that start between the two calls."""
 
 
 class _ProcessInfo(ctypes.Structure):
@@ -25,10 +25,10 @@ class _ProcessInfo(ctypes.Structure):
 
 
 def compute_processes(gpu: bytes) -> frozenset[int] | None:
-    """Process ids, in this process's namespace, with a compute context of their own on the GPU with this UUID (16 bytes).
+    """Process ids, in this namespace, with a compute context of their own on the GPU with this UUID (16 bytes).
 
-    A process stays in the list until the driver has freed its context, even after it has ended. Returns `None` where NVML
-    cannot tell: no library, no GPU with this UUID (MIG), or clients of MPS, which share the context of its server.
+    An ended process is listed until the driver has freed its context. `None` where NVML cannot tell: no library, no
+    such GPU (MIG), or clients of MPS, which share its server's context.
     """
     nvml = _load()
     device = ctypes.c_void_p()
@@ -39,7 +39,7 @@ def compute_processes(gpu: bytes) -> frozenset[int] | None:
 
 
 def _pids(query: Callable[..., int], device: ctypes.c_void_p) -> frozenset[int] | None:
-    """The process ids that a query of NVML lists; `None` if it fails."""
+    """`None` if the query fails."""
     count = ctypes.c_uint(0)
     status = query(device, ctypes.byref(count), None)
     while status == _INSUFFICIENT_SIZE:
@@ -53,7 +53,7 @@ def _pids(query: Callable[..., int], device: ctypes.c_void_p) -> frozenset[int] 
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    """NVML, started once for the life of the process; `None` without it."""
+    """Never stopped; `None` without NVML."""
     try:
         nvml = ctypes.CDLL(LIBRARY)
         for name in ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v3"):

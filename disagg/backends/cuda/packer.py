@@ -1,7 +1,5 @@
-"""Packing, unpacking and checksums on one GPU, by the kernels of `kernels.cu`.
-
-`gather` and `scatter` start a kernel on a stream of their own and return; the caller polls the returned work. `digest` returns
-the result: it waits in native code without the GIL, and blocks no other call.
+"""Packing, unpacking and checksums on one GPU (`kernels.cu`). `gather` and `scatter` return work to poll; `digest`
+waits without the GIL.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from disagg.core.spans import SpanBatch, SpanShape
 Ints = npt.NDArray[np.int64]
 
 BLOCKS, THREADS = 64, 1024
-"""Launch shape of a gather or scatter: three times the speed of the wire on half of the multiprocessors, one slot at a time."""
+"""Three times the speed of the wire, on half of the multiprocessors."""
 TILE = 16 << 10
 """Bytes that a warp takes at a time."""
 DIGEST_BLOCKS, DIGEST_THREADS, DIGEST_CHUNK = 264, 256, 4096
 NUM_SMALL_BUFFERS = 8
-"""Buffers allocated at the start; the pool adds others when they are needed."""
+"""Allocated at the start; the pool adds others."""
 
 _MASK = 2**64 - 1
 _LAYER_AXIS, _TOKEN_AXIS, _HALF_AXIS, _FIRST_INNER_AXIS = range(4)
@@ -46,14 +44,12 @@ def _mix(x: int) -> int:
 
 
 def _key(seed: int, axis: int) -> int:
-    """The key that generates the weights of an axis (`csrc/digest.hpp`)."""
+    """Key of an axis's weights (`csrc/digest.hpp`)."""
     return _mix((seed + (axis + 1) * 0xD1B54A32D192ED03) & _MASK)
 
 
 @dataclass(frozen=True, eq=False)
 class GpuShapes:
-    """Span classes, and the address of their table on the GPU."""
-
     table: ShapeTable
     address: int
 
@@ -64,33 +60,26 @@ class GpuShapes:
 
 @dataclass(frozen=True, eq=False)
 class GpuWorkList:
-    """The uploaded work list of one request."""
-
     shapes: GpuShapes
     native: _native.WorkList
     buffer: Buffer
 
 
 class GpuWork:
-    """Started kernels, and the event after the last of them. `completion` is their completion."""
-
     def __init__(self, mover: GpuMover, event: int, completion: _native.CudaEvent) -> None:
         self._mover = mover
         self._event: int | None = event
         self.completion = completion
 
     def query(self) -> bool:
-        """Whether the kernels are done; raises `BackendError` if the GPU has failed."""
+        """Whether the kernels are done; raises `BackendError`."""
         if self._event is not None and self._mover.is_past(self._event):
             self._event = None
         return self._event is None
 
 
 class GpuMover:
-    """Runs the packing and checksum kernels on one GPU.
-
-    Raises `BackendUnavailable` without a driver or the bindings, `CudaError` if the GPU does not exist.
-    """
+    """Raises `BackendUnavailable` without a driver or the bindings, `CudaError` if the GPU does not exist."""
 
     def __init__(self, ordinal: int) -> None:
         self.gpu = Gpu(ordinal)
@@ -105,13 +94,13 @@ class GpuMover:
             self._pool.preallocate(NUM_SMALL_BUFFERS)
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate memory on this GPU and return its address. `close` frees it."""
+        """Memory on this GPU, freed by `close`."""
         with self._lock, self._current():
             self._allocations.append(int(self.gpu.call("cuMemAlloc", nbytes)))
             return self._allocations[-1]
 
     def prepare(self, shapes: Sequence[SpanShape]) -> GpuShapes:
-        """Upload the table of span classes that have one side on this GPU. The kernels never touch the other side."""
+        """Upload the table. The kernels touch only the side that is on this GPU."""
         table = encode_shapes(shapes, lambda addresses, _nbytes, _side: addresses)
         with self._lock, self._current():
             address = self.gpu.table(table.words)
@@ -120,14 +109,14 @@ class GpuMover:
         return shapes_
 
     def _free_table(self, address: int) -> None:
-        """Free a table once neither its span classes nor a work list over them is in use."""
+        """Called once neither the span classes nor a work list over them is in use."""
         with self._lock:
             if not self._closed:
                 with self.gpu.current(), suppress(CudaError):
                     self.gpu.free(address)
 
     def upload(self, shapes: GpuShapes, batch: SpanBatch) -> GpuWorkList:
-        """Upload a request's work list, to pack or unpack it in parts. Pass it to `release` afterwards."""
+        """Upload a request's work list. Pass it to `release` afterwards."""
         buffer = self._take(work_list_nbytes(batch))
         try:
             nbytes = encode_work_list(batch, shapes.table, tile=TILE, out=buffer.words)
@@ -141,21 +130,17 @@ class GpuMover:
         return GpuWorkList(shapes, batch.core, buffer)
 
     def release(self, work_list: GpuWorkList) -> None:
-        """Give a work list's buffer back. All work over it must be done."""
+        """All work over it must be done."""
         self._give_back(work_list.buffer)
 
     def gather(self, work_list: GpuWorkList, offset: int, nbytes: int, address: int) -> GpuWork:
-        """Start to pack bytes `[offset, offset + nbytes)` of the request's stream into memory at `address`.
-
-        Raises `IndexError` for a range outside the stream, `BackendError` if the GPU fails.
+        """Start to pack bytes `[offset, offset + nbytes)` of the request's stream into memory at `address`. Raises
+        `IndexError` for a range outside the stream, `BackendError` if the GPU fails.
         """
         return self._move(work_list, offset, nbytes, (0, address))
 
     def scatter(self, work_list: GpuWorkList, offset: int, nbytes: int, address: int) -> GpuWork:
-        """Start to unpack memory at `address` into bytes `[offset, offset + nbytes)` of the request's stream.
-
-        Raises as `gather` does.
-        """
+        """The reverse of `gather`; raises as it does."""
         return self._move(work_list, offset, nbytes, (address, 0))
 
     def _move(self, work_list: GpuWorkList, offset: int, nbytes: int, linear: tuple[int, int]) -> GpuWork:
@@ -174,10 +159,7 @@ class GpuMover:
         return GpuWork(self, event, self._queue.completion(event))
 
     def is_past(self, event: int) -> bool:
-        """Whether the work before an event is done; if so, the event goes back to the pool.
-
-        Raises `BackendError` if the GPU fails.
-        """
+        """If the work before an event is done, the event goes back to the pool. Raises `BackendError`."""
         try:
             past = self._queue.is_past(event)
         except CudaError as error:
@@ -202,7 +184,7 @@ class GpuMover:
         by_layer: Addresses | None = None,
         by_row: Addresses | None = None,
     ) -> int:
-        """The value that `_native.digest` would return for the same bytes in host memory; raises as it does."""
+        """What `_native.digest` would return for the same bytes in host memory; raises as it does."""
         places = len(by_row) if by_row is not None else int(runs[:, 2].max(initial=0)) + 1
         if itemsize not in (1, 2, 4, 8):
             raise ValueError(f"itemsize: expected 1, 2, 4 or 8, found {itemsize}")
@@ -266,7 +248,7 @@ class GpuMover:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Make this GPU's context current; turns a `CudaError` into a `BackendError`."""
+        """Turns a `CudaError` into a `BackendError`."""
         try:
             with self.gpu.current():
                 yield
@@ -274,7 +256,7 @@ class GpuMover:
             raise BackendError(f"GPU {self.ordinal}: {error}") from error
 
     def close(self) -> None:
-        """Wait for all started work, then free everything. Nothing may use the memory afterwards."""
+        """Wait for all started work, then free everything, including what `allocate` returned."""
         with self._lock, suppress(CudaError), self.gpu.current():
             self._closed = True
             for queue in (self._queue, self._checksums):

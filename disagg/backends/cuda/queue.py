@@ -10,11 +10,11 @@ from disagg.core import _native
 
 
 class Queue:
-    """One stream for kernels and one for uploads.
+    """A stream for kernels and one for uploads.
 
-    `upload`, `launch` and `is_past` are one native call each, because Python code runs several times slower in a thread that
-    has just woken up. They set the CUDA context themselves. With `holds_gil`, these calls keep the GIL: use it if the request
-    waits for the calling thread only. Without it they release the GIL, so that an engine's own threads can run.
+    `upload`, `launch` and `is_past` are one native call each, because Python runs several times slower in a thread that
+    has just woken up. They set the CUDA context themselves. They keep the GIL if `holds_gil`: use that only if the
+    request waits for the calling thread alone, not for an engine's own threads.
     """
 
     def __init__(self, gpu: Gpu, *, holds_gil: bool = False) -> None:
@@ -25,24 +25,23 @@ class Queue:
         self._native = _native.CudaQueue(DRIVER, *handles, holds_gil=holds_gil)
 
     def upload(self, buffer: Buffer, nbytes: int) -> None:
-        """Start to copy the first `nbytes` bytes of a buffer to the GPU. Later launches wait for the copy."""
+        """Start to copy the first `nbytes` to the GPU. Later launches wait for it."""
         self._check(*self._native.upload(buffer.device_address, buffer.host_address, nbytes, buffer.uploaded))
 
     def launch(
         self, kernel: int, arguments: Sequence[int], *, blocks: int, threads: int, shared: int = 0, done: int = 0
     ) -> None:
-        """Start `kernel`, whose parameters are all 64-bit words, and record the event `done` after it.
-
-        `shared`: bytes of shared memory per block.
+        """The kernel's parameters are 64-bit words. The event `done` is recorded after it. `shared`: bytes of shared
+        memory per block.
         """
         self._check(*self._native.launch(kernel, arguments, blocks, threads, shared, done))
 
     def completion(self, event: int) -> _native.CudaEvent:
-        """The completion of the work before `event`, for native code that waits for it."""
+        """The end of the work before `event`, for native code."""
         return _native.CudaEvent(self._native, event)
 
     def is_past(self, event: int) -> bool:
-        """Whether the work before the event is done; raises `CudaError` if the context has failed."""
+        """Raises `CudaError` if the context has failed."""
         call, status = self._native.query(event)
         if status == NOT_READY:
             return False
@@ -54,11 +53,11 @@ class Queue:
             raise CudaError(str(call), self._gpu.driver.CUresult(status).name)
 
     def drain(self) -> None:
-        """Wait until all started work has ended. Enter `gpu.current()` first."""
+        """Enter `gpu.current()` first."""
         for stream in (self.uploads, self.stream):
             self._gpu.call("cuStreamSynchronize", stream)
 
     def close(self) -> None:
-        """Destroy both streams. Enter `gpu.current()` first."""
+        """Enter `gpu.current()` first."""
         for stream in (self.uploads, self.stream):
             self._gpu.call("cuStreamDestroy", stream)

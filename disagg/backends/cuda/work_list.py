@@ -1,7 +1,4 @@
-"""Span classes and requests in the words that the kernel `move_spans` reads; `kernels.cu` documents their layout.
-
-`harness.reference_kernels` reads the same words without a GPU.
-"""
+"""Span classes and requests in the words that the kernel `move_spans` reads (`kernels.cu`)."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from disagg.core.spans import Ints, SpanBatch, SpanShape, SpanShapes
 
 SPAN_WORDS, DIM_WORDS = 10, 3
 FORMATS = FLOATS + QUANTIZED
-"""Dtypes between which the kernel converts, by number."""
+"""Dtypes that the kernel converts, by number."""
 
 Translate = Callable[[Addresses, int, int], Addresses]
-"""`(start addresses, nbytes from each start, side)` -> the same addresses as this GPU sees them; raises `NotRegistered`."""
+"""`(start addresses, nbytes from each start, side)` -> the addresses as this GPU sees them; raises `NotRegistered`."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShapeTable:
-    """Span classes as words of 8 bytes; class `i` begins at word `at[i]`."""
+    """Class `i` begins at word `at[i]`."""
 
     shapes: SpanShapes
     words: Addresses
@@ -34,7 +31,7 @@ class ShapeTable:
 
 
 def encode_shapes(shapes: Sequence[SpanShape], translate: Translate) -> ShapeTable:
-    """The table of `shapes`, with every base address passed through `translate`."""
+    """Every base address passes through `translate`."""
     words: list[Addresses] = []
     at: list[int] = []
     end = 0
@@ -54,23 +51,23 @@ def encode_shapes(shapes: Sequence[SpanShape], translate: Translate) -> ShapeTab
 
 
 def _formats(source: str, destination: str, rounding: str) -> int:
-    """A conversion as `Span.formats` of the kernel."""
+    """As `Span.formats` of the kernel."""
     sizes = [ITEMSIZE[dtype].bit_length() - 1 for dtype in (source, destination)]
     numbers = FORMATS.index(source) << 8 | FORMATS.index(destination) << 16
     return 1 | ROUNDINGS.index(rounding) << 1 | numbers | sizes[0] << 24 | sizes[1] << 28
 
 
 def work_list_nbytes(batch: SpanBatch) -> int:
-    """Upper bound of the size of the batch's work list in bytes."""
+    """Upper bound."""
     return 8 * batch.core.num_words
 
 
 def encode_work_list(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Addresses) -> int:
-    """Write the work list of `batch` into `out` and return its size in bytes.
+    """Write the work list into `out`, at least `work_list_nbytes(batch)` bytes; returns its bytes. `tile`: bytes per
+    tile.
 
-    `tile`: bytes per tile. `out`: words of 8 bytes, at least `work_list_nbytes(batch)` bytes. Afterwards
-    `batch.core.tiles` gives the tiles of any byte range. Raises `BackendError` for more pieces or tiles than the kernel can
-    count.
+    Afterwards `batch.core.tiles` gives the tiles of a byte range. Raises `BackendError` for more pieces or tiles than
+    the kernel can count.
     """
     try:
         return batch.core.encode(table.at, tile, out)
