@@ -1,38 +1,29 @@
-"""Backend `mooncake`: Mooncake's transfer engine over TCP, RDMA, or NVLink inside a node. Measured with 0.3.13.post1.
+"""Backend `mooncake`: Mooncake's transfer engine over TCP, RDMA, or NVLink inside a node.
 
-A batch is posted in chunks. All but the last few pieces of a chunk are one asynchronous batch call, which gets arrays where
-the installed version takes them (0.3.14 and later). The last few are tasks of their own: the status of a batch of one task is
-the only one that this engine returns without blocking and without giving up. When these tasks have ended, the batch before
-them in the engine's first-in first-out queue has ended or is about to, so the call that waits for it returns at once. One
-thread per peer posts and polls; no caller waits, and except between GPUs the thread sleeps between polls.
+A batch is posted in chunks. The last few pieces of a chunk are tasks of their own: only of a batch of one task does the
+engine return the status without blocking and without giving up. When they have ended, the batch before them in the queue has
+ended or is about to, and waiting for it returns at once. In a read every piece is such a task: after a failure it must be
+known of each whether the engine may still write here, and a batch with a failed piece does not say.
 
-Over TCP the caller posts a few pieces itself, and polls them itself: waking a thread would take longer than they do. Between
-GPUs only the thread calls the engine, because the engine refused pieces once when several threads called it. There a task is
-seen to have ended only when nothing that was posted behind it is under way, so all that waits is posted together once that is
-so, and then polled without a sleep.
+One thread per peer posts and polls. Over TCP the caller does so for a few pieces, which takes less time than waking a
+thread. Between GPUs only the thread calls the engine, which once refused pieces when several threads did. There a task is
+seen to have ended only when nothing posted behind it is under way, so all that waits is posted together.
 
-Each piece of a read is a task of its own. After a failure it must be known of every piece whether the engine may still write
-to local memory, and of a batch with a failed piece the engine reports nothing about the others.
-
-| the engine reports | status | why (each row is tested, except those marked *) |
+| the engine reports | status | why (tested, except those marked *) |
 |---|---|---|
 | 1 for the tasks, 0 for the batch | `DONE` | the peer acknowledged every piece when it was in place |
 | 0, or -2 (slow *) | `PENDING` | it goes on |
-| -1, or it takes no piece | `UNSETTLED` | it gave up, but a stopped peer still puts in place what its socket holds |
-| the same, and the peer's port refuses (TCP) | `FAILED` | its process or engine has ended, so nothing touches its memory |
+| -1, or it takes no piece | `UNSETTLED` | a stopped peer still puts in place what its socket holds |
+| the same, and the peer's port refuses (TCP) | `FAILED` | its process or engine has ended |
 | the same, not over TCP * | `UNSETTLED` | tasks have no order there; `FAILED` if no piece was in a batch |
-| nothing for 3 s, and the peer's port refuses (not TCP) | `UNSETTLED` | over verbs pieces to a dead peer may never end |
-| nothing, because this engine was closed | `UNSETTLED` | this side is quiet, its threads being joined; the other is unknown |
+| nothing for 3 s, and the port refuses (not TCP) | `UNSETTLED` | over verbs pieces to a dead peer may never end |
+| nothing, because this engine was closed | `UNSETTLED` | this side's threads are joined; the other side is unknown |
 
-An `UNSETTLED` transfer becomes `FAILED` when the peer's port refuses. What a peer wrote may still be in a socket buffer of
-this process, also after the peer has ended; writes come by connections that this engine has accepted. So over TCP `fence` is
-`QUIET` only if both hold: the peer's process has ended, by its pidfd, and none of the accepted connections
-was reset or has a far end without an owner (`disagg.machine.processes`). It is `UNKNOWN` otherwise.
+A peer's writes come by connections that this engine has accepted, and may wait in a socket buffer after the peer's end. So
+over TCP `fence` is `QUIET` only if the peer's pidfd shows its end, and none of these connections was reset or has a far end
+without an owner.
 
-The engine has no authentication, and listens on all addresses whatever address it is given: on a host other than loopback
-this backend requires `trusted_network=True`. Device memory takes the same path as host memory, where the installed wheel was
-built for it: over TCP the engine stages it through the host. `nvlink_intra` is used with transport `auto` when the engine's
-own switch, `MC_INTRANODE_NVLINK` or `MC_INTRA_NVLINK`, is in the environment.
+The engine listens on all addresses without authentication, so off loopback this backend requires `trusted_network=True`.
 """
 
 from __future__ import annotations
@@ -69,16 +60,14 @@ from disagg.machine.tcp import EngineConnections, EngineSockets, new_listeners, 
 logger = logging.getLogger(__name__)
 
 SPLIT_NBYTES = 8 << 20
-"""Longer pieces are cut, so that all of the engine's connections to the peer share them."""
+"""So that all of the engine's connections to the peer share a long piece."""
 NVLINK_SPLIT_NBYTES = 1 << 30
-"""Between GPUs there are no connections to share them, and each further piece costs 40 us."""
+"""Each further piece costs 40 us between GPUs."""
 _WARM_S = 10.0
 _DECODER = msgspec.msgpack.Decoder(MooncakeDescriptor)
 
 
 class MooncakePeer(AdapterPeer):
-    """A peer's engine at one epoch."""
-
     def __init__(self, queue: PeerQueue, process: ProcessWatch | None, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         super().__init__(regions, epoch=epoch)
         self.queue = queue
@@ -86,10 +75,8 @@ class MooncakePeer(AdapterPeer):
 
 
 class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
-    """One transfer engine; see the module for what it promises.
-
-    Raises `BackendUnavailable` where the engine, a library or the transport is missing, and `ConfigError` for options or
-    environment settings that would make it unsafe.
+    """Raises `BackendUnavailable` where the engine, a library or the transport is missing, `ConfigError` for unsafe options
+    or environment variables.
     """
 
     name = "mooncake"
@@ -133,7 +120,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         merged = merge_regions(regions)
         rows = list(merged)
         if self._protocol != "nvlink_intra":
-            # The warm-up of a connection reads into memory of this adapter; devices want that registered as well.
+            # The warm-up reads into it; devices want it registered.
             rows.append(MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes))
         elif any(region.device == CPU for region in merged):
             raise ConfigError("backend 'mooncake': 'nvlink_intra' moves memory of GPUs only, found memory of the host")
@@ -171,7 +158,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return peer
 
     def _queue(self, engine: Engine, descriptor: MooncakeDescriptor) -> PeerQueue:
-        """The queue of that engine: one for all its epochs, since the engine limits pieces per address."""
+        """One queue for all its epochs: the engine limits pieces per address."""
         with self._lock:
             queue = self._queues.get(descriptor.session)
             if queue is None or not queue.acquire():
@@ -188,7 +175,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             return queue
 
     def _warm(self, peer: MooncakePeer, descriptor: MooncakeDescriptor) -> None:
-        """Have the engine make its connections, by reading a byte; raises `PeerUnreachable` if the byte does not come."""
+        """Read a byte, so that the engine connects; raises `PeerUnreachable`."""
         readable = [region for region in peer.regions if region.device.kind == "cpu"]
         if not readable or self._protocol == "nvlink_intra":
             return
@@ -211,18 +198,18 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return transfer
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once the end of the peer's process proves it: see the module."""
+        """See the module."""
         own = self.at_epoch(peer, epoch)
         if own is None or own.process is None or not self.is_quiet_after(own.process):
             return Fence.UNKNOWN
         return Fence.QUIET
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
-        """See `ProvesByProcess`: over TCP only."""
+        """Over TCP only."""
         return self._protocol == "tcp" and process.is_quiet(EngineSockets(opened=()))
 
     def is_quiet_when_closed(self) -> bool:
-        """Over TCP: closing the engine closes its connections, and joins the threads that read them and write to memory."""
+        """Over TCP, closing joins the threads that write to memory."""
         return self._protocol == "tcp"
 
     def disconnect(self, peer: RemotePeer) -> None:
@@ -233,9 +220,8 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         peer.queue.release()
 
     def close(self) -> None:
-        """Join the peers' threads, then end the engine: its threads are joined and its ports closed when this returns.
-
-        The engine's own part takes up to 2 s with transfers under way, and holds the GIL for that long.
+        """Joins all threads and closes the ports. The engine's part takes up to 2 s with transfers under way, and holds the
+        GIL.
         """
         with self._lock:
             queues, self._queues = list(self._queues.values()), {}
@@ -258,8 +244,8 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
 def _gpu_of(regions: Iterable[MemoryRegion]) -> Gpu | None:
     """The GPU that all memory is on, or `None`.
 
-    It must be the calling thread's where the engine may open a peer's memory: the engine opens it for GPU 0 otherwise, and
-    copies from another GPU then pass through the host, at a seventh of the speed.
+    It must be current where the engine may open a peer's memory, which it otherwise opens for GPU 0: copies from another GPU
+    then pass through the host, at a seventh of the speed.
     """
     devices = {region.device for region in regions}
     device = devices.pop() if len(devices) == 1 else CPU

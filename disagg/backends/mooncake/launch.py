@@ -1,4 +1,4 @@
-"""Starting Mooncake's engine: its module, its protocol, and the settings that it reads from the environment."""
+"""Starting Mooncake's engine: its module, protocol and environment."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from disagg.core.errors import BackendUnavailable, ConfigError
 from disagg.machine.environment import environment
 
 MAX_OUTSTANDING = 1024
-"""Maximum pieces posted to one peer and not ended: beyond its queue the engine rejects pieces, and may never serve the peer
-again.
-"""
+"""Beyond its queue the engine rejects pieces, and may never serve the peer again."""
 _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
 _IPV6_SWITCH = "MC_USE_IPV6"
-"""The engine's own. It reads it whenever it resolves an address, and takes any value for yes."""
+"""Read by the engine whenever it resolves an address; any value is yes."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _WHEELS = "mooncake-transfer-engine-non-cuda without CUDA, mooncake-transfer-engine (CUDA 12) or -cuda13 with it"
 
 
 class Engine(Protocol):
-    """The part of `mooncake.engine.TransferEngine` that the adapter calls."""
+    """The part of `mooncake.engine.TransferEngine` that is used."""
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str, /) -> int: ...
     def get_rpc_port(self) -> int: ...
@@ -36,16 +34,16 @@ class Engine(Protocol):
         self, session: str, local: list[int], remote: list[int], nbytes: list[int], opcode: object, /
     ) -> int: ...
     def batch_transfer_async_write_arrays(self, session: str, local: Addresses, remote: Addresses, nbytes: Addresses, /) -> int:
-        """Exists from 0.3.14 on."""
+        """From 0.3.14 on."""
 
     def transfer_check_status(self, batch: int, /) -> int: ...
     def get_batch_transfer_status(self, batches: list[int], /) -> int: ...
 
 
 def import_engine() -> Any:
-    """The engine's module; raises `BackendUnavailable` with what is missing and which package has it."""
+    """Raises `BackendUnavailable` with the package to install."""
     try:
-        # The engine reads this when it is loaded; below this level it logs a line per chunk.
+        # Read by the engine when it is loaded; below it a line is logged per chunk.
         with environment({"MC_LOG_LEVEL": "WARNING"}):
             return importlib.import_module("mooncake.engine")
     except ModuleNotFoundError as error:
@@ -63,7 +61,7 @@ def import_engine() -> Any:
 
 
 def choose_protocol(options: BackendOptions) -> str:
-    """The engine's protocol for `options` on this host; raises `BackendUnavailable` for a transport that it lacks."""
+    """Raises `BackendUnavailable`."""
     wanted, present = options.wanted, _rdma_devices()
     if wanted is Transport.SHM:
         raise BackendUnavailable(
@@ -83,7 +81,7 @@ def choose_protocol(options: BackendOptions) -> str:
 
 
 def ip_refusal(host: str) -> str | None:
-    """Why the engine cannot reach a host that is known, but by addresses of the other IP version only."""
+    """Set if the host has only addresses of the IP version that the engine does not use."""
     try:
         found = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -98,7 +96,7 @@ def ip_refusal(host: str) -> str | None:
 
 
 def check_environment(options: BackendOptions, protocol: str) -> None:
-    """Raises `ConfigError` for settings under which this backend could not keep its promises."""
+    """Raises `ConfigError` for settings under which statuses prove nothing, or anyone may write."""
     if refusal := ip_refusal(options.host):
         raise ConfigError(refusal)
     if protocol != "tcp":
@@ -115,13 +113,13 @@ def check_environment(options: BackendOptions, protocol: str) -> None:
 
 
 def start_engine(module: Any, options: BackendOptions, protocol: str) -> Engine:
-    """A running engine; raises `BackendUnavailable`."""
+    """Raises `BackendUnavailable`."""
     settings = {
-        # A wait for a batch must end when the batch ends, and not before; the manager has its own deadlines.
+        # A wait for a batch must end with the batch; the manager has deadlines.
         "MC_TRANSFER_TIMEOUT": str(2**31 - 1),
     }
     if protocol == "tcp":
-        settings["MC_FORCE_TCP"] = "1"  # the engine prefers RDMA devices whatever protocol it is given
+        settings["MC_FORCE_TCP"] = "1"  # otherwise the engine prefers RDMA devices
     with environment(settings):
         engine: Engine = module.TransferEngine()
         status = engine.initialize(options.host, "P2PHANDSHAKE", protocol, ",".join(options.devices))

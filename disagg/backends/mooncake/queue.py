@@ -1,4 +1,4 @@
-"""The queue of one Mooncake peer: copies that wait, copies in the engine, copies not settled yet; and its thread."""
+"""Copies to one Mooncake peer: waiting, in the engine, or unsettled; and their thread."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from disagg.machine.tcp import EngineConnections, Ports
 logger = logging.getLogger(__name__)
 
 TAIL = 4
-"""Tasks of their own at the end of a written chunk: one per connection that the engine keeps to a peer by default."""
+"""One per connection that the engine keeps to a peer by default."""
 _PROBE_S = 0.5
-"""How often a peer with unsettled transfers is probed, and how long its answer may take."""
+"""Interval and timeout of probes of a peer with unsettled transfers."""
 _STUCK_S = 3.0
-"""Not over TCP: how long no piece may end before the thread checks whether the peer is gone."""
+"""Not over TCP: after how long without progress the thread checks whether the peer is gone."""
 _IDLE_S = 1.0
 """How often an idle thread checks whether the main thread has ended."""
 _PAUSE_S = (1e-4, 2e-3)
 _SPIN_S, _POLL_S = 5e-3, 10e-6
 """Between GPUs: how long the thread polls without a sleep, and how long one poll takes."""
 _REFUSED = (0, 2**64 - 1)
-"""What posting returns in place of a batch's number."""
+"""In place of a batch's number."""
 
 
 class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an engine is reached, and its protocol. It listens on `ports`."""
+    """It also listens on `ports`."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 @dataclass
 class _Flight:
-    """One chunk in the engine."""
+    """A chunk in the engine."""
 
     transfer: MooncakeTransfer
     num_pieces: int
@@ -64,7 +64,7 @@ class _Flight:
 
 @contextmanager
 def current(gpu: Gpu | None) -> Iterator[None]:
-    """Within the scope that GPU is the calling thread's, as far as possible; the engine reports what it cannot use."""
+    """The engine reports a GPU that it cannot use."""
     with ExitStack() as stack:
         if gpu is not None:
             with suppress(CudaError):
@@ -73,10 +73,7 @@ def current(gpu: Gpu | None) -> Iterator[None]:
 
 
 class PeerQueue:
-    """Everything that this engine does with one peer's engine, and the thread that does it.
-
-    `by_caller`: callers may post a few pieces and poll them, without the thread.
-    """
+    """All work with one peer's engine, and its thread. `by_caller`: callers may post and poll a few pieces."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class PeerQueue:
         self._descriptor = descriptor
         self._limit = limit
         self._lock = threading.Lock()
-        self._work = threading.Lock()  # held to post, poll and judge; taken before the other lock where both are taken
+        self._work = threading.Lock()  # held to post, poll and judge; taken before the other lock
         self._alarm = _native.Alarm()
         self._waiting: deque[MooncakeTransfer] = deque()
         self._flights: deque[_Flight] = deque()
@@ -109,12 +106,12 @@ class PeerQueue:
         self._moved_at = time.monotonic()
         self._probe_at = 0.0
         self._connections = connections
-        # Not a daemon: a daemon thread that the interpreter ends inside the engine takes the process down with it.
+        # A daemon thread that the interpreter ends inside the engine takes the process down with it.
         self._thread = threading.Thread(target=self._run, name=f"disagg-mooncake-{descriptor.session}")
         self._thread.start()
 
     def acquire(self) -> bool:
-        """Whether another user got this queue; `False` once its thread is ending."""
+        """Add a user; `False` once the thread is ending."""
         with self._lock:
             self._num_users += self._open
             return self._open
@@ -124,13 +121,13 @@ class PeerQueue:
         return self._open
 
     def release(self) -> None:
-        """Remove one user; after the last, the thread ends when every transfer has settled."""
+        """After the last user, the thread ends when every transfer has settled."""
         with self._lock:
             self._num_users -= 1
             self._alarm.set()
 
     def submit(self, transfer: MooncakeTransfer) -> None:
-        """Post a few pieces in the caller while nothing waits; leave the rest to the thread."""
+        """The caller posts a few pieces while nothing waits; the thread posts the rest."""
         with self._lock:
             if not self._open:
                 raise PeerUnreachable(f"backend 'mooncake': the thread for peer {self._descriptor.session} has ended")
@@ -141,18 +138,16 @@ class PeerQueue:
         self._do_work(self._post)
 
     def poll(self) -> None:
-        """Settle ended tasks without waiting. Only the thread asks about batches: the engine may take long to answer."""
+        """Batches are left to the thread: the engine may take long to answer."""
         if self._flights and self._try_work():
             self._do_work(self._settle_tasks)
 
     def _try_work(self) -> bool:
-        """Take the work lock in a caller, if callers may and it is free."""
         return self.by_caller and self._work.acquire(blocking=False)
 
     def _do_work(self, work: Callable[[], None]) -> None:
-        """Do `work` in the caller, which holds the work lock, then wake the thread for the rest and for errors.
-
-        Tasks do not wake the thread: their waiters poll.
+        """Called with the work lock, which it releases. Wakes the thread only for the rest and for errors: waiters poll
+        their tasks.
         """
         try:
             work()
@@ -166,7 +161,7 @@ class PeerQueue:
             self._alarm.set()
 
     def stop(self) -> None:
-        """Returns once the thread has ended; transfers that have not settled by then are `UNSETTLED`."""
+        """Transfers that have not settled by then are `UNSETTLED`, or `FAILED` if nothing of them was posted."""
         with self._lock:
             self._open = False
             self._alarm.set()
@@ -192,12 +187,11 @@ class PeerQueue:
         else:
             self._end(self._end_reason)
         finally:
-            # The last reference ends the engine, and peers outlive their backend. Nothing is in flight and the queue is
-            # closed, so nothing calls the engine any more.
+            # The last reference ends the engine, and peers outlive their backend.
             del self._engine
 
     def _wait(self) -> bool:
-        """Sleep while there is nothing to do, and shortly between polls of the engine; `False` when the thread is to end."""
+        """Sleep while there is nothing to do, and shortly between polls; `False` to end the thread."""
         while threading.main_thread().is_alive():
             with self._lock:
                 if not self._open:
@@ -224,7 +218,6 @@ class PeerQueue:
         return False
 
     def _may_post(self) -> bool:
-        """Whether a transfer waits and the engine may have it now."""
         return bool(self._waiting) and self._num_outstanding < (self._limit if self.by_caller else 1)
 
     def _end(self, reason: str) -> None:
@@ -240,7 +233,6 @@ class PeerQueue:
                 transfer.settle(TransferStatus.FAILED if never_posted else TransferStatus.UNSETTLED)
 
     def _post(self) -> None:
-        """Fill the engine's queue with what is waiting, in order."""
         group = len(self._waiting) if self._may_post() else 0
         while self._waiting and self._num_outstanding < self._limit and (self.by_caller or group > 0):
             group -= 1
@@ -254,7 +246,7 @@ class PeerQueue:
             self._settle_tasks()
 
     def _post_chunk(self, transfer: MooncakeTransfer) -> None:
-        """Post pieces up to half the limit, so that one chunk is under way while the next is prepared."""
+        """Post up to half the limit, so that one chunk is under way while the next is prepared."""
         start = transfer.num_posted
         room = min(self._limit // 2, self._limit - self._num_outstanding)
         stop = min(len(transfer.pieces), start + room)
@@ -286,12 +278,11 @@ class PeerQueue:
         self._moved_at = time.monotonic()
 
     def _settle_flights(self) -> None:
-        """Remove the flights that have ended, oldest first."""
         while self._flights and self._has_ended(self._flights[0]):
             self._land()
 
     def _settle_tasks(self) -> None:
-        """The same, up to the first flight with a batch."""
+        """Up to the first flight with a batch."""
         while self._flights and not self._flights[0].batch and self._has_ended(self._flights[0]):
             self._land()
 
@@ -302,7 +293,7 @@ class PeerQueue:
         self._judge(flight.transfer)
 
     def _has_ended(self, flight: _Flight) -> bool:
-        """Poll the tasks in the order of posting; then take the batch, which has ended but for a last few pieces."""
+        """Poll the tasks in order; then take the batch, which has ended but for a last few pieces."""
         while flight.tasks:
             result = self._engine.transfer_check_status(flight.tasks[0])
             if result not in (1, -1):
@@ -312,14 +303,14 @@ class PeerQueue:
             if result == -1:
                 flight.transfer.fail(f"peer {self._descriptor.session}: the engine reports a failed piece (-1)")
         if flight.batch:
-            # After an error the engine reports nothing more and may block for long, so its record of the batch is left alone.
+            # After an error the engine reports nothing more and may block for long.
             if flight.transfer.error is None and self._engine.get_batch_transfer_status([flight.batch]) != 0:
                 flight.transfer.fail(f"peer {self._descriptor.session}: the engine reports a failed batch")
             flight.transfer.ended_wholly &= flight.transfer.error is None
         return True
 
     def _judge(self, transfer: MooncakeTransfer) -> None:
-        """Decide how a transfer ended, once nothing of it is under way."""
+        """Called when a part of it has ended."""
         if transfer.num_flights or (self._waiting and self._waiting[0] is transfer):
             return
         if transfer.error is None:
@@ -329,7 +320,7 @@ class PeerQueue:
         self._probe_at = 0.0
 
     def _settle_lost(self) -> None:
-        """Settle failed transfers if the peer's engine has ended; nothing else settles them."""
+        """Only the end of the peer's engine settles a failed transfer."""
         if not self._unsettled or time.monotonic() < self._probe_at:
             return
         gone = self._is_gone()
@@ -340,24 +331,18 @@ class PeerQueue:
         self._probe_at = time.monotonic() + _PROBE_S
 
     def _give_up_if_gone(self) -> None:
-        """End the queue, not over TCP, if the peer's engine has ended and pieces do not end.
-
-        Over verbs the engine may never report the pieces that it had posted to a peer that died. What they do is unknown.
-        """
+        """Over verbs the engine may never report pieces that it had posted to a peer that died: end the queue."""
         now = time.monotonic()
         stuck_s = now - self._moved_at
         if not self._flights or self._descriptor.protocol == "tcp" or stuck_s < _STUCK_S or now < self._probe_at:
             return
-        self._probe_at = now + stuck_s / 4  # each probe makes a living peer's engine log a warning
+        self._probe_at = now + stuck_s / 4  # a living peer's engine logs a warning for each probe
         if self._is_gone():
             self._end_reason = f"peer {self._descriptor.session} has ended, and the engine reports nothing about its pieces"
             self._open = False
 
     def _is_gone(self) -> bool:
-        """Whether the peer's port refuses: its process has ended, or its engine, which closes the port last of all.
-
-        A stopped process does not refuse (its kernel accepts), nor does a host that is out of reach.
-        """
+        """The engine closes this port last of all. Neither a stopped process nor an unreachable host refuses."""
         try:
             socket.create_connection((self._descriptor.host, self._descriptor.port), timeout=_PROBE_S).close()
         except ConnectionRefusedError:

@@ -1,4 +1,4 @@
-"""A Mooncake transfer: its pieces, as the engine takes them, and its status."""
+"""A Mooncake transfer: its pieces and its status."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from disagg.core.copies import Addresses, CopyBatch
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of one transfer as the engine takes them: local addresses, remote addresses, lengths."""
-
     local: Addresses
     remote: Addresses
     nbytes: Addresses
@@ -33,7 +31,7 @@ class Pieces:
 
 
 def cut(copies: CopyBatch, *, split: int) -> Pieces:
-    """The bytes of `copies` in pieces of 1 to `split` bytes."""
+    """In pieces of 1 to `split` bytes."""
     local, remote, nbytes = copies.source, copies.destination, copies.nbytes
     if len(nbytes) and (int(nbytes.max()) > split or int(nbytes.min()) == 0):
         limit = np.uint64(split)
@@ -48,22 +46,18 @@ def cut(copies: CopyBatch, *, split: int) -> Pieces:
 
 @dataclass(frozen=True)
 class Opcodes:
-    """The engine's names of the two directions."""
-
     write: object
     read: object
 
 
 class Queue(Protocol):
-    """The queue of a peer, as its transfers use it."""
-
     by_caller: bool
 
     def poll(self) -> None: ...
 
 
 class MooncakeTransfer:
-    """Copies to a peer by its `queue`, or from it if it `reads`. Only the holder of the queue's work lock changes it."""
+    """A write, or a read if it `reads`. Only the holder of the queue's work lock changes it."""
 
     def __init__(self, queue: Queue, pieces: Pieces, *, reads: bool = False) -> None:
         self._queue = queue
@@ -71,12 +65,12 @@ class MooncakeTransfer:
         self.pieces = pieces
         self.status = TransferStatus.PENDING if len(pieces) else TransferStatus.DONE
         self.error: str | None = None
-        # Without an event where the caller does the work: such a transfer ends when it is polled.
+        # Without a flag where the caller does the work: it polls.
         self.completion = None if queue.by_caller else _native.Flag()
         self.num_posted = 0
         self.num_flights = 0
         self.ended_wholly = True
-        """Whether every piece that was posted is known to have ended in this engine, well or badly."""
+        """Every posted piece is known to have ended in this engine, well or badly."""
 
     def poll(self) -> TransferStatus:
         if self.status is TransferStatus.PENDING:
@@ -84,18 +78,16 @@ class MooncakeTransfer:
         return self.status
 
     def settle(self, status: TransferStatus) -> None:
-        """Record how it ended, as far as is known."""
         self.status = status
         if self.completion is not None:
             self.completion.set()
 
     def close(self) -> None:
-        """The engine has freed its part when the transfer settled."""
+        """The engine freed its part when the transfer settled."""
         check_closable(self.status)
 
     @property
     def posted_wholly(self) -> bool:
-        """Whether nothing more will be posted."""
         return self.error is not None or self.num_posted == len(self.pieces)
 
     def fail(self, error: str) -> None:

@@ -1,38 +1,30 @@
 """Backend `nixl`: NVIDIA's NIXL over UCX (RDMA, TCP, shared memory; GPU memory too).
 
-What each status of NIXL becomes here, and what proves that a transfer is settled:
-
 | NIXL returns | status here | why |
 |---|---|---|
 | `SUCCESS` | `DONE` | each request ends with a flush of the UCX endpoint, so it is done at the peer too |
-| `IN_PROG` | `PENDING` | over TCP it stays so for as long as the peer's process is stopped |
+| `IN_PROG` | `PENDING` | over TCP it stays so while the peer's process is stopped |
 | an error from status | `UNSETTLED` | the error is the last operation's; NIXL does not look at the others |
 | an error from post | `UNSETTLED` | operations before the failing one may have been posted |
 | an error before post | raised | nothing was posted |
-| an active request is released | nothing | its bytes may wait in socket buffers, and land when the peer goes on |
+| an active request is released | nothing | its bytes may wait in socket buffers, and land later |
 | release is refused | nothing | the request is kept until the engine is closed |
-| remote disconnect | as an error; then `PeerUnreachable` | the connection is gone; the peer may still live |
+| remote disconnect | as an error; then `PeerUnreachable` | the peer may still live |
 | any of these errors, and the peer is fenced | `FAILED` | see below |
 
-NIXL has no call that proves anything about what the *peer's* engine posted to memory here. Over TCP not even the end of the
-peer's process is a proof: what it had sent waits in this side's socket buffers until this side's progress thread applies
-it. So `fence` is `QUIET` only if both hold: the process has ended, by the pidfd that was taken when connecting, and no socket
-between the two engines was reset or has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is
-unread, and nothing is being sent to the process either. UCX may use a connection in both directions, whoever has opened it.
-A process that executes another program keeps UCX's sockets, which this side then ends.
-`fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may move bytes.
+NIXL proves nothing about what the *peer's* engine posted to memory here. Over TCP not even the end of the peer does: what it
+had sent waits in socket buffers until this side's progress thread applies it. So `fence` is `QUIET` only if the peer's pidfd
+shows its end, and no socket between the two engines, opened by either, was reset or has a far end without an owner. A
+process that executes another program keeps UCX's sockets, which this side then ends. `fence` is `UNKNOWN` for other hosts,
+and wherever a NIC or a GPU may move bytes.
 
-The transport. NIXL does not report which one UCX chose. `tcp` and `rdma` allow no other, so they are certain. `shm` has to
-allow TCP for UCX's own messages (over the loopback device). UCX prefers CMA (`process_vm_writev`) for the data wherever it
-works, and `connect` tries that against each peer. Transports that are only concluded in this way are marked "inferred".
+NIXL does not report which transport UCX chose. `tcp` and `rdma` allow no other. `shm` has to allow TCP for UCX's own
+messages. UCX prefers CMA (`process_vm_writev`) for data wherever it works, which `connect` tries against each peer: a
+transport concluded in this way is "inferred". CMA copies inside the post, without the GIL; other calls into this engine wait
+meanwhile.
 
-The progress thread runs with a delay of 1 ms, over shared memory 20 ms; NIXL's Python default is 0. With a delay it sleeps
-on the workers' event descriptors, and a message wakes it at once; with 0 it spins on one core in each agent. The delay is as
-fast as no progress thread at all (13 GB/s contiguous on two cores, against 5 to 7 with the spinning thread, and 1.4% of a
-core when idle against 99%), and no peer has to be called for bytes to move.
-
-A batch costs one descriptor per copy, without a Python loop. Over shared memory UCX copies inside the post, in the caller's
-thread and without the GIL; other calls into this engine wait meanwhile. Backend `cma` copies many pieces in one system call.
+With a delay, the progress thread sleeps, and a message wakes it at once; with 0, NIXL's default in Python, it spins on a
+core ([decision 6](docs/decisions/0006-nixl-bindings.md)).
 """
 
 from __future__ import annotations
@@ -75,18 +67,18 @@ from disagg.machine.tcp import EngineConnections, EngineSockets, Ports, complete
 logger = logging.getLogger(__name__)
 
 WARM_UP_S = 10.0
-"""Maximum wait of `connect` for the first byte from a peer."""
+"""For the first byte from a peer."""
 PROGRESS_DELAY_US = 1000
 SHM_PROGRESS_DELAY_US = 20_000
-"""Longer where the poster's thread copies: UCX holds a lock meanwhile, and a progress thread that wakes up waits for it."""
+"""UCX holds a lock while the poster's thread copies; a progress thread that wakes up waits for it."""
 
 _pid: int | None = None
-"""The process that was the first to open NIXL. A forked child has its parent's here."""
+"""The first to open NIXL; in a forked child, its parent."""
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An agent in an endpoint. Its name is random, and `metadata` has it too. `digest` is that of the metadata, whose addresses
-    UCX reads without checks: damaged ones have ended the process. UCX listens on `ports`.
+    """`digest` guards `metadata`, whose addresses UCX reads without checks: damaged ones have ended the process. UCX listens
+    on `ports`.
     """
 
     agent: str
@@ -99,14 +91,14 @@ _DECODER = msgspec.msgpack.Decoder(NixlDescriptor)
 
 
 class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
-    """One NIXL agent. Raises `BackendUnavailable` where NIXL, or the required transport, cannot be used."""
+    """Raises `BackendUnavailable` where NIXL, or the required transport, cannot be used."""
 
     name = "nixl"
 
     def __init__(self, options: BackendOptions) -> None:
         super().__init__(peers=NixlPeer, descriptors=_DECODER)
         self._options = options
-        self._lock = threading.RLock()  # NIXL serializes its calls anyway; this also keeps them off a closed agent
+        self._lock = threading.RLock()  # keeps calls off a closed agent; NIXL serializes them anyway
         check_rdma(self.name, options)
         self._rdma = has_rdma()
         settings = ucx_settings(options, rdma=self._rdma, gpus=has_gpu())
@@ -122,10 +114,10 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         self._ports = ports_of(self._listening)
         self._connections = EngineConnections()
         self._requests = Requests(self._nixl, self._agent, self._ucx)
-        self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
+        self._scratch = np.zeros(64, np.uint8)  # for the first byte from each peer
         self._registered: list[Any] = []
-        self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and number of users
-        self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded until it ends
+        self._remote: dict[str, tuple[bytes, int]] = {}  # metadata, and number of users
+        self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded
         self._transports: set[str] = set()
         self._neighbours: dict[ProcessWatch | None, frozenset[int] | None] = {}  # with their engines' ports, if all are known
         if options.require is Transport.SHM and (refusal := copy_refusal(os.getpid(), self._scratch.ctypes.data)):
@@ -134,7 +126,6 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             self._register(CPU.kind, [(self._scratch.ctypes.data, self._scratch.nbytes, 0)])
 
     def _start(self) -> tuple[Any, int]:
-        """The agent, and its UCX engine."""
         global _pid  # noqa: PLW0603 - a fact about the process
         if _pid not in {None, os.getpid()}:
             raise BackendUnavailable(
@@ -149,7 +140,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         config.syncMode = module.NIXL_THREAD_SYNC_STRICT
         try:
             agent = module.nixlAgent(self._agent_name, config)
-            # 'peer' makes UCX notice dead peers; with 'none' transfers to them would stay in progress for ever.
+            # With 'none', transfers to dead peers would stay in progress for ever.
             return agent, int(agent.createBackend("UCX", {"ucx_error_handling_mode": "peer"}))
         except self._nixl.errors as error:
             wanted = self._options.wanted.value
@@ -157,7 +148,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     @staticmethod
     def staging_for(options: BackendOptions) -> StagingShape:
-        """Break-even with single pieces is at about 32 KiB over shared memory and 64 KiB over TCP."""
+        """Break-even with single pieces is at about 32 KiB over shared memory, 64 KiB over TCP."""
         pack_below = (32 if options.stays_on_host else 64) << 10
         return StagingShape(pack_below=pack_below)
 
@@ -168,7 +159,6 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     @property
     def transport(self) -> str:
-        """With `auto` the transports found at the peers; the module explains what "inferred" means."""
         if self._conflicts:
             return f"unknown (environment: {'; '.join(self._conflicts)})"
         wanted = self._options.wanted
@@ -201,7 +191,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
     # -- peers ---------------------------------------------------------------------------------------------------------
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> NixlPeer:
-        """Reads one byte of the peer's first region, so that UCX has made its connections, within `WARM_UP_S`."""
+        """Reads one byte, so that UCX has made its connections."""
         descriptor, regions = self.decode(endpoint)
         if _digest(descriptor.metadata) != descriptor.digest:
             raise RemoteProtocolError("endpoint of backend 'nixl': the metadata is damaged: its digest differs")
@@ -220,7 +210,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         return peer
 
     def _load(self, descriptor: NixlDescriptor) -> None:
-        """Make the agent known to NIXL, once for all its peers."""
+        """NIXL loads an agent once for all its peers."""
         with self._lock:
             self.check_open()
             self._unanswered = [read for read in self._unanswered if read.poll() is TransferStatus.PENDING]
@@ -247,7 +237,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             raise RemoteProtocolError(f"endpoint of backend 'nixl': expected agent {descriptor.agent!r}, found {name!r}")
 
     def _infer(self, peer: NixlPeer) -> str:
-        """What UCX uses for host memory of this peer; raises `PeerUnreachable` where `require='shm'` cannot be met."""
+        """For host memory of this peer. Raises `PeerUnreachable` if `require='shm'` cannot be met."""
         wanted = self._options.wanted
         if wanted in CERTAIN:
             return CERTAIN[wanted]
@@ -280,7 +270,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
             time.sleep(0.0005)
         if transfer.poll() is not TransferStatus.DONE:
-            # The request stays with the engine, and so does the scratch byte: it may still arrive.
+            # The request and the scratch byte are kept: the byte may still arrive.
             with self._lock:
                 self._unanswered.append(transfer)
             cause = transfer.error or f"nothing in {WARM_UP_S} s"
@@ -294,12 +284,11 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
                 self._drop(peer.agent)
 
     def _hold(self, agent: str) -> None:
-        """Keep an agent loaded: NIXL gives no status of a request once its agent has been unloaded."""
+        """NIXL gives no status of a request once its agent has been unloaded."""
         metadata, users = self._remote[agent]
         self._remote[agent] = (metadata, users + 1)
 
     def _drop(self, agent: str) -> None:
-        """Unload an agent with its last peer and its last pending transfer."""
         metadata, users = self._remote.pop(agent, (b"", 0))
         if users > 1:
             self._remote[agent] = (metadata, users - 1)
@@ -313,7 +302,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             logger.info("backend 'nixl': unloading agent %s: %s", agent, error)
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once the end of the peer's process proves it: see the module."""
+        """See the module."""
         own = self.at_epoch(peer, epoch)
         if own is None or own.process is None or not self.is_quiet_after(own.process):
             return Fence.UNKNOWN
@@ -321,13 +310,13 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         return Fence.QUIET
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
-        """Whether `process` has ended and nothing that it sent can still arrive: see `ProvesByProcess`."""
+        """Also proves that nothing that it sent can still arrive."""
         sockets = EngineSockets(complete(self._ports), self._neighbours.get(process))
         return self._provable and process.is_quiet(sockets)
 
     def is_quiet_when_closed(self) -> bool:
-        """Over TCP: closing the engine closes its connections and joins the thread that reads them. Other processes of this
-        host, which may copy into this one by themselves (CMA), must have left as well.
+        """Closing joins the thread that reads TCP connections. Processes that may copy into this one (CMA) must have left as
+        well.
         """
         if not self._provable:
             return False
@@ -336,7 +325,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         return all(process is not None and process.has_left() for process in self._neighbours)
 
     def renewal_due(self) -> str:
-        """UCX closes the socket on which it accepts peers if this process has no free descriptor when one connects."""
+        """UCX closes its listening socket if no descriptor is free when a peer connects."""
         if not self.is_open or all(_inode(fd) == inode for fd, inode in self._listening.items()):
             return ""
         return (
@@ -346,12 +335,11 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     @property
     def _by_sockets(self) -> bool:
-        """Whether bytes of the host move only by sockets and copies between processes: no NIC, no UCX setting of the user's."""
+        """No NIC, and no UCX setting of the user's: host memory moves by sockets and by copies between processes."""
         return (self._options.wanted in (Transport.TCP, Transport.SHM) or not self._rdma) and "UCX_TLS" not in os.environ
 
     @property
     def _provable(self) -> bool:
-        """Whether all bytes move so: no memory is a GPU's."""
         return self._by_sockets and all(r.device == CPU for r in self.index.regions)
 
     # -- transfers -----------------------------------------------------------------------------------------------------
@@ -362,14 +350,12 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             return self._post(own, self._requests.make_all(self.index, own, copies))
 
     def _post(self, peer: NixlPeer, handles: list[int]) -> NixlTransfer:
-        """Post requests, under the lock."""
         transfer = NixlTransfer(self, peer, handles)
         if self._requests.post(transfer):
             self._hold(peer.agent)
         return transfer
 
     def advance(self, transfer: NixlTransfer) -> None:
-        """Bring a pending transfer's status up to date."""
         with self._lock:
             if transfer.status is not TransferStatus.PENDING:  # another thread was here
                 return
@@ -379,14 +365,13 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
                 self._drop(transfer.peer.agent)
 
     def release(self, transfer: NixlTransfer) -> None:
-        """Release a settled transfer's requests."""
         with self._lock:
             if self.is_open:
                 self._requests.release(transfer.handles)
             transfer.handles = []
 
     def close(self) -> None:
-        """Transfers still pending become `UNSETTLED`: closing the engine here proves nothing about them."""
+        """Pending transfers become `UNSETTLED`: closing proves nothing about them."""
         with self._lock:
             if not self.is_open:
                 return

@@ -1,4 +1,4 @@
-"""NIXL's own Python bindings: loaded here and nowhere else, and their exceptions as this library's."""
+"""NIXL's Python bindings, and their exceptions as this library's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from disagg.core.errors import (
 from disagg.core.memory import CPU
 
 FLAVOURS = ("nixl_cu13", "nixl_cu12")
-"""The packages that hold NIXL for one CUDA version each."""
+"""For one CUDA version each."""
 
 ERRORS: Mapping[str, type[DisaggError]] = {
     "nixlBackendError": BackendError,
@@ -31,28 +31,26 @@ ERRORS: Mapping[str, type[DisaggError]] = {
     "nixlMismatchError": RemoteProtocolError,
     "nixlNoTelemetryError": BackendError,
     "nixlNotAllowedError": BackendError,
-    "nixlNotFoundError": PeerUnreachable,  # of memory or of a peer; the adapter has checked the memory already
+    "nixlNotFoundError": PeerUnreachable,  # of a peer: the memory has been checked already
     "nixlNotPostedError": LocalProtocolError,
     "nixlNotSupportedError": BackendUnavailable,
     "nixlRemoteDisconnectError": PeerUnreachable,
     "nixlRepostActiveError": LocalProtocolError,
     "nixlUnknownError": BackendError,
 }
-"""NIXL's exception classes by name. They have no common base class."""
+"""They have no common base class."""
 
 
 def has_gpu() -> bool:
-    """Whether this host has an NVIDIA GPU."""
     gpus = Path("/proc/driver/nvidia/gpus")
     return gpus.is_dir() and any(gpus.iterdir())
 
 
 def load_bindings() -> ModuleType:
-    """NIXL's bindings; raises `BackendUnavailable`.
+    """Raises `BackendUnavailable`.
 
-    Not its Python class: that class spins (see `disagg.backends.nixl.backend`), and it cancels a posted request when the
-    handle is collected. On a host without a GPU every CUDA flavour works, so one is loaded by its own name: the common name
-    would import torch to choose one.
+    NIXL's Python class is not used: it spins, and it cancels a posted request when the handle is collected. Without a GPU
+    any CUDA flavour works, and is loaded by its own name, because the common name would import torch to choose one.
     """
     try:
         if not has_gpu():
@@ -65,14 +63,12 @@ def load_bindings() -> ModuleType:
 
 
 def engine_errors(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """Every exception that a call of NIXL may raise: its own classes, and those that its bindings use for C++ exceptions."""
+    """NIXL's own, and those that its bindings raise for C++ exceptions."""
     own = [c for c in vars(bindings).values() if isinstance(c, type) and issubclass(c, Exception)]
     return (*own, RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 
 
 class Bindings:
-    """The loaded bindings, with the constants and exceptions that the adapter uses."""
-
     def __init__(self) -> None:
         self.module: Any = load_bindings()
         self.errors = engine_errors(self.module)
@@ -80,12 +76,11 @@ class Bindings:
         self.in_progress = self.module.NIXL_IN_PROG
 
     def memory_kind(self, kind: str) -> Any:
-        """NIXL's constant for memory on a kind of device."""
         return self.module.DRAM_SEG if kind == CPU.kind else self.module.VRAM_SEG
 
     @contextmanager
     def mapped(self, what: str) -> Iterator[None]:
-        """Translate NIXL's exceptions within the scope into this library's; `what` names the operation."""
+        """Translates NIXL's exceptions; `what` names the operation."""
         try:
             yield
         except self.errors as error:
@@ -93,6 +88,5 @@ class Bindings:
 
 
 def as_ours(what: str, error: Exception) -> DisaggError:
-    """This library's exception for one of NIXL's."""
     kind = ERRORS.get(type(error).__name__, BackendError)
     return kind(f"backend 'nixl': {what}: {type(error).__name__}: {error}")

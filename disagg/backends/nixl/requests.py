@@ -1,4 +1,4 @@
-"""NIXL's requests: made from copies, posted, polled and released; and the peers and transfers that they belong to."""
+"""NIXL's requests, transfers and peers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ Rows = npt.NDArray[np.uint64]
 
 
 class NixlPeer(AdapterPeer):
-    """One agent at one epoch."""
-
     def __init__(
         self,
         agent: str,
@@ -42,7 +40,7 @@ class NixlPeer(AdapterPeer):
         self.agent = agent
         self.process = process
         self.connections = connections
-        self.over = False  # whether a fence has proved that nothing of it is under way any more
+        self.over = False  # a fence has proved that nothing of it is under way
         self.lost: str | None = None  # NIXL's error when the connection broke
 
     def refusal(self) -> str | None:
@@ -50,14 +48,12 @@ class NixlPeer(AdapterPeer):
 
 
 class TransferOwner(Protocol):
-    """The backend, as its transfers use it."""
-
     def advance(self, transfer: NixlTransfer, /) -> None: ...
     def release(self, transfer: NixlTransfer, /) -> None: ...
 
 
 class NixlTransfer:
-    """One NIXL request for each pair of memory kinds in the batch; the backend's module has the meaning of its states."""
+    """One request for each pair of memory kinds in the batch."""
 
     completion = None
 
@@ -84,13 +80,13 @@ class NixlTransfer:
         self._owner.release(self)
 
     def give_up(self, error: str) -> None:
-        """Become `UNSETTLED`, with the first cause."""
+        """The first cause stays."""
         self.status = TransferStatus.UNSETTLED
         self.error = self.error or error
 
 
 class Requests:
-    """All requests of one agent. Used under the backend's lock."""
+    """Used under the backend's lock."""
 
     def __init__(self, nixl: Bindings, agent: Any, ucx: int) -> None:
         self._nixl = nixl
@@ -99,7 +95,7 @@ class Requests:
         self._handles: set[int] = set()
 
     def make_all(self, index: RegionIndex, peer: NixlPeer, copies: CopyBatch) -> list[int]:
-        """A request for each pair of memory kinds among `copies`; raises `NotRegistered`, or NIXL's error, with none left."""
+        """Raises `NotRegistered`, or NIXL's error, with no request left."""
         local, remote = copies.source, copies.destination
         ours = index.describe(local, copies.nbytes, side="local")
         theirs = peer.index.describe(remote, copies.nbytes, side="remote")
@@ -121,7 +117,7 @@ class Requests:
         return handles
 
     def make(self, peer: NixlPeer, kinds: tuple[str, str], rows: tuple[Rows, Rows], *, reads: bool = False) -> int:
-        """A request to write, or to read, that is not posted yet; `kinds` and `rows` are (local, remote)."""
+        """`kinds` and `rows` are (local, remote)."""
         module = self._nixl.module
         with self._nixl.mapped(f"preparing {len(rows[0])} copies for peer {peer.agent!r}"):
             local = module.nixlXferDList(self._nixl.memory_kind(kinds[0]), rows[0])
@@ -132,15 +128,15 @@ class Requests:
         return handle
 
     def post(self, transfer: NixlTransfer) -> bool:
-        """Post every request of a transfer; returns whether it is still pending."""
+        """Whether the transfer is still pending."""
         return bool(transfer.handles) and self._update(transfer, self._agent.postXferReq, "posting")
 
     def poll(self, transfer: NixlTransfer) -> bool:
-        """Bring a posted transfer's status up to date; returns whether it is still pending."""
+        """Whether the transfer is still pending."""
         return self._update(transfer, self._agent.getXferStatus, "transferring")
 
     def _update(self, transfer: NixlTransfer, call: Callable[[int], Any], what: str) -> bool:
-        """Call NIXL for each running request until one fails."""
+        """Asks until one request has failed."""
         left = []
         for handle in transfer.running:
             try:
@@ -161,7 +157,7 @@ class Requests:
         return bool(left)
 
     def release(self, handles: Sequence[int]) -> None:
-        """Release requests that have not been released; NIXL keeps one that it refuses until the engine is closed."""
+        """NIXL keeps a request that it refuses to release until it is closed."""
         for handle in handles:
             if handle not in self._handles:
                 continue
@@ -172,21 +168,19 @@ class Requests:
                 logger.warning("backend 'nixl': NIXL keeps a request: %s", error)
 
     def close(self) -> None:
-        """Release every request, and this object's hold on the agent."""
         self.release(tuple(self._handles))
         self._handles.clear()
         self._agent = None
 
 
 def _are_on_gpu(index: RegionIndex, where: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether each copy is in GPU memory, from its region."""
     return np.array([region.device.kind != CPU.kind for region in index.regions], dtype=np.bool_)[where]
 
 
 def _by_kind(
     local: npt.NDArray[np.bool_], remote: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.bool_]]]:
-    """For each pair of (local, remote) memory kinds that occurs, which copies have it."""
+    """Which copies have each pair of (local, remote) kinds that occurs."""
     for local_gpu in (False, True):
         for remote_gpu in (False, True):
             chosen = (local == local_gpu) & (remote == remote_gpu)

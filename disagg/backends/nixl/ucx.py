@@ -14,42 +14,37 @@ from disagg.core.address import is_loopback
 from disagg.core.errors import BackendUnavailable, ConfigError
 
 CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
-"""Transports that leave UCX no choice."""
 NOT_TRANSPORTS = frozenset({"UCX_MODULES", "UCX_USE_MT_MUTEX", "UCX_MAX_RMA_RAILS"})
-"""Settings that leave UCX all of the requested transports, whatever their value."""
+"""They allow all requested transports, whatever their value."""
 _SIOCGIFFLAGS, _IFF_LOOPBACK = 0x8913, 0x8  # linux/sockios.h, linux/if.h
 
 
 def has_rdma() -> bool:
-    """Whether this host has an RDMA device."""
     devices = Path("/sys/class/infiniband")
     return devices.is_dir() and any(devices.iterdir())
 
 
 def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str, str]:
-    """UCX's environment for `options`, on a host with or without RDMA devices and GPUs.
-
-    Raises `ConfigError` where UCX would open an unauthenticated TCP port off loopback without `trusted_network`.
-    """
+    """Raises `ConfigError` where UCX would open an unauthenticated TCP port off loopback without `trusted_network`."""
     wanted = options.wanted
     loopback = is_loopback(options.host)
-    # UCX's progress thread and the poster share a lock that is held while bytes are copied: it must not be a spinlock.
+    # UCX's progress thread and the poster share a lock that is held while bytes are copied: no spinlock.
     settings = {"UCX_USE_MT_MUTEX": "y"}
     if not rdma:
-        # UCX's RDMA module loads a second libnl into the process, which then ends with SIGSEGV.
+        # UCX's RDMA module loads a second libnl, with which the process ends in SIGSEGV.
         settings["UCX_MODULES"] = "^ib"
     if wanted in (Transport.AUTO, Transport.TCP) and not loopback and not options.trusted_network:
         raise ConfigError(
             f"backend 'nixl': transport {wanted.value!r} listens on host {options.host!r} without authentication; "
             "expected trusted_network=True, a loopback host, or transport 'rdma' or 'shm'"
         )
-    # NIXL refuses a list that leaves out device memory on a host with GPUs.
+    # NIXL refuses a list without device memory on a host with GPUs.
     device = ",cuda" if gpus else ""
     lists = {Transport.TCP: "tcp", Transport.SHM: "shm,tcp", Transport.RDMA: "ib,self"}
     if wanted in lists:
         settings["UCX_TLS"] = lists[wanted] + device
     elif not options.stays_on_host:
-        # UCX believes the process id in a peer's metadata, and would copy to that process of this host.
+        # UCX would copy to the process id in a peer's metadata, whoever that is on this host.
         settings["UCX_TLS"] = "^shm"
     if options.devices:
         settings["UCX_NET_DEVICES"] = ",".join(options.devices)
@@ -61,7 +56,7 @@ def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str
 
 
 def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """Settings that the user's own environment overrides."""
+    """Settings that the user's environment overrides."""
     return [
         f"{name}={environ[name]!r} is set, {value!r} was asked for"
         for name, value in settings.items()
@@ -70,7 +65,7 @@ def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[s
 
 
 def _loopback_device() -> str:
-    """Asks the kernel and not `/sys`, which may show another network namespace's devices."""
+    """`/sys` may show another network namespace's devices."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for name in sorted(name for _, name in socket.if_nameindex()):
             with suppress(OSError):  # it has just been removed

@@ -1,51 +1,30 @@
-"""Backend `nvlink`: a kernel reads and writes the memory of a peer GPU of the same machine directly.
-
-Each rank exports an IPC handle for every CUDA allocation that contains one of its regions; a peer maps the allocations. One
-kernel copies all pieces of a batch, of any size, in words of 16 bytes if both addresses allow it (`kernels.cu`). A write loads
-local memory and stores to the peer; a read does the reverse. The peer's GPU does no work.
+"""Backend `nvlink`: a kernel reads and writes the memory of a peer GPU of the same machine, which maps every CUDA allocation
+that contains a region (`kernels.cu`). The peer's GPU does no work.
 
 | event | status | reason |
 |---|---|---|
-| the event after the kernel has completed | `DONE` | a kernel's stores are visible to every GPU once it has ended |
-| the event has not completed | `PENDING` | |
-| the event reports an error | `UNSETTLED` | the context is lost; the effect of its kernels is unknown until it is destroyed |
+| the kernel's event has completed | `DONE` | a kernel's stores are visible to every GPU once it has ended |
+| it has not completed | `PENDING` | |
+| it reports an error | `UNSETTLED` | the context is lost; what its kernels did is unknown until it is destroyed |
 | an error before the first kernel of a batch | raised | nothing was posted |
-| an error after the first kernel | `FAILED` | the posted kernels have ended; `UNSETTLED` if waiting for them fails |
-| the peer's process is killed during the copy | `DONE` | its memory stays allocated while it is mapped here |
-| the peer frees its memory during the copy | `DONE` | likewise; the peer's next allocation is other memory, never written |
-| the peer's process has ended | `PeerUnreachable` | at the next submit, if both processes share a process-id namespace |
+| an error after it | `FAILED` | the posted kernels have ended; `UNSETTLED` if waiting for them fails |
+| the peer is killed during the copy | `DONE` | its memory stays allocated while it is mapped here |
+| the peer frees its memory during the copy | `DONE` | likewise; its next allocation is other memory |
+| the peer has ended | `PeerUnreachable` | at the next submit, if its process is attested |
 | it has ended, and the driver lists no context of it | `fence`: `QUIET` | a context's channels are stopped before it is freed |
-| it has ended, another process holds its device files | `fence`: `UNKNOWN` | the context stays, and its kernels go on |
-| it lives, or is stopped | `fence`: `UNKNOWN` | its kernels go on |
+| it has ended, another process holds its device files | `fence`: `UNKNOWN` | its kernels go on |
+| it lives, or is stopped | `fence`: `UNKNOWN` | likewise |
 | a copy with the peer is under way here | `fence`: `UNKNOWN` | it reads or writes the peer's memory |
 
-The death of a peer therefore costs neither the CUDA context nor any bytes (`tests/gpu/test_kill.py`). The CUDA documentation
-calls it undefined behaviour to free exported memory before it is unmapped: the table says what was observed on H200 GPUs
-(driver 580), not what NVIDIA promises.
+This was observed on H200 GPUs (driver 580, `tests/gpu/test_kill.py`, `benchmarks.gpu.fence`). NVIDIA calls it undefined
+behaviour to free exported memory before it is unmapped.
 
-**Proof of the end.** CUDA cannot revoke a mapping that another process holds, so `fence` has to prove that no kernel of the
-peer runs any more. That needs both the attested pidfd of the process (`disagg.machine.processes`) and NVML's list of the
-processes with a context on its GPU (`nvml.py`). The list alone misses a context that a living process has yet to create; the
-pidfd alone misses a child that inherited the device files, or a process that received them over a socket. Without NVML, with
-MPS or MIG, in another process-id or network namespace, or if the list did not show the process when this side connected, the
-answer stays `UNKNOWN`.
+CUDA cannot revoke a mapping, so `fence` has to prove that no kernel of the peer runs any more. NVML's list of processes with
+a context misses a context that a living process has yet to create; a pidfd misses a child that inherited the device files,
+or a process that received them. So it takes both. Without NVML, with MPS or MIG, in another process-id or network namespace,
+or if the list did not show the process when this side connected, the answer stays `UNKNOWN`.
 
-*Seen* (`benchmarks.gpu.fence`, driver 580.159, 604 writers killed while their kernel wrote): no word was written after `QUIET`;
-all 122 stopped ones and all 120 with a forked child wrote on, and were never `QUIET` before the last process had ended.
-*Argued*, from the source of the driver's open kernel modules: the list names a context's process, ended or not, until the
-context's resources are freed, and both take the same lock.
-
-`close` waits until peers have unmapped this side's memory, if they can report it (`holders.py`).
-
-Memory that cannot be mapped is refused with the reason: `register` refuses memory without a legacy IPC handle, such as
-expandable segments; `connect` refuses another host, and GPUs without access to each other. Two processes may share a GPU.
-
-A request comes in one of two forms. With addresses (`submit`), every piece is checked here, uploaded and copied. With span
-classes and token runs (`submit_spans`, which the manager uses), the span classes are checked once and stay on the GPU for each
-peer; a request adds a few bytes per run, and the kernel computes the addresses.
-
-The kernel runs on one stream of the highest priority. It uses at most `DISAGG_NVLINK_BLOCKS` multiprocessors (default:
-`DEFAULT_BLOCKS`), so that the server's own kernels keep the others.
+Two processes may share a GPU.
 """
 
 from __future__ import annotations
@@ -86,13 +65,12 @@ logger = logging.getLogger(__name__)
 UNMAP_TIMEOUT_S = 5.0
 BLOCKS_VARIABLE = "DISAGG_NVLINK_BLOCKS"
 DEFAULT_BLOCKS = 16
-"""Thread blocks of a copy, and thus multiprocessors that it uses; measured in `docs/benchmarks/nvlink-2xh200.json`."""
+"""Thread blocks of a copy: multiprocessors that it takes from the server (`docs/benchmarks/nvlink-2xh200.json`)."""
 
 
 class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
-    """The engine of one GPU. `blocks` overrides the environment variable.
-
-    Raises `BackendUnavailable` without an NVIDIA driver or the CUDA bindings.
+    """`blocks` overrides the environment variable. Raises `BackendUnavailable` without an NVIDIA driver or the CUDA
+    bindings.
     """
 
     name = "nvlink"
@@ -113,7 +91,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         self._was_quiet = False
         self._transports: set[str] = set()
         self.mapped_by: tuple[int, ...] = ()
-        """After `close`: process ids of peers that still had this side's memory mapped."""
+        """After `close`: processes that still had this side's memory mapped."""
 
     @staticmethod
     def staging_for(_: BackendOptions) -> StagingShape:
@@ -157,7 +135,6 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
     # -- peers ----------------------------------------------------------------------------------------------------
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> NvlinkPeer:
-        """Map the peer's memory, and read one byte of it with the kernel."""
         descriptor, regions = self.decode(endpoint)
         for region in regions:
             descriptor.allocation_of(region)
@@ -179,7 +156,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             return peer
 
     def _map(self, engine: NvlinkEngine, peer: NvlinkPeer, descriptor: Descriptor) -> str:
-        """Map the peer's memory; returns the transport. After an error, `_unmap` undoes the part that succeeded."""
+        """Returns the transport. After an error, `_unmap` undoes what succeeded."""
         transport = check_access(engine.gpu, descriptor, is_own=peer.is_own)
         if peer.has_ended:
             raise PeerUnreachable("backend 'nvlink': the process that owns the memory has ended")
@@ -192,7 +169,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         return transport
 
     def _warm_up(self, engine: NvlinkEngine, peer: NvlinkPeer) -> None:
-        """Read one byte of the peer's memory and run a kernel on an empty piece, to pay all first-use costs now."""
+        """Pay all first-use costs now: read a byte, and run a kernel on an empty piece."""
         transfer = NvlinkTransfer(peer, self.advance)
         first = peer.regions[0].address
         copies = CopyBatch(*(np.array([value], np.uint64) for value in (self.index.regions[0].address, first, 0)))
@@ -204,7 +181,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             engine.give_back(transfer)
 
     def disconnect(self, peer: RemotePeer) -> None:
-        """Unmap the peer's memory, once all its pending transfers have settled."""
+        """Unmap the peer's memory, once all its transfers have settled."""
         with self._lock:
             if not isinstance(peer, NvlinkPeer) or not peer.connected:
                 return
@@ -217,7 +194,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         peer.unmap(self._own_engine().gpu)
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once none of the peer's kernels can run any more (see the module), and no copy with it is under way here."""
+        """See the module."""
         own = self.at_epoch(peer, epoch)
         if own is None or own.neighbour is None or not own.neighbour.is_quiet():
             return Fence.UNKNOWN
@@ -227,11 +204,11 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             return Fence.UNKNOWN if own.pending else Fence.QUIET
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
-        """See `ProvesByProcess`. A process that this engine has never met is not proved quiet."""
+        """A process that this engine has never met is not proved quiet."""
         return self._neighbours.is_quiet_after(process)
 
     def is_quiet_when_closed(self) -> bool:
-        """See `QuietWhenClosed`: every process of this machine that may have mapped memory of this one is proved quiet."""
+        """True once every process that may have mapped this one's memory is proved quiet."""
         return self._was_quiet if not self.is_open else self._is_quiet()
 
     def _is_quiet(self) -> bool:
@@ -247,7 +224,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             return self._post(own, lambda transfer: engine.post(transfer, copies), empty=not len(copies))
 
     def submit_plain(self, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
-        """Like `submit` of a write, but with the driver's own copies instead of a kernel: the ceiling of the benchmarks."""
+        """Write with the driver's own copies: the ceiling of the benchmarks."""
         with self._lock:
             own, engine = self.reachable(peer), self._own_engine()
             self.index.require(copies.source, copies.nbytes, side="local")
@@ -284,7 +261,6 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             return self._post(own, lambda transfer: engine.post_spans(transfer, prepared, batch), empty=not len(batch))
 
     def _post(self, peer: NvlinkPeer, post: Callable[[NvlinkTransfer], None], *, empty: bool) -> NvlinkTransfer:
-        """Create a transfer and call `post` with it; an empty batch is done at once."""
         transfer = NvlinkTransfer(peer, self.advance)
         if empty:
             transfer.status = TransferStatus.DONE
@@ -302,14 +278,14 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         return transfer
 
     def _forget(self, transfer: NvlinkTransfer) -> None:
-        """Remove a transfer from the pending ones; after the last one of a disconnected peer, unmap the peer."""
+        """The last transfer of a disconnected peer also unmaps it."""
         self._pending.discard(transfer)
         transfer.peer.pending -= 1
         if not transfer.peer.connected and not transfer.peer.pending:
             self._unmap(transfer.peer)
 
     def _fail(self, transfer: NvlinkTransfer, error: CudaError) -> None:
-        """Handle an error during posting: wait for posted kernels. Raises `BackendError` if nothing was posted."""
+        """Wait for posted kernels; raises `BackendError` if nothing was posted."""
         transfer.error = f"posting: {error}"
         engine = self._own_engine()
         try:
@@ -327,7 +303,6 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             self._forget(transfer)
 
     def advance(self, transfer: NvlinkTransfer) -> None:
-        """Update the status of a pending transfer."""
         with self._lock:
             if transfer.status is not TransferStatus.PENDING:  # another thread may have updated it
                 return
@@ -346,9 +321,8 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
     # -- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait until every kernel posted here has ended. Transfers are then `DONE`, or `UNSETTLED` in a lost context.
-
-        Then wait up to `UNMAP_TIMEOUT_S` until peers have unmapped this side's memory; `mapped_by` lists those that have not.
+        """Wait until every kernel posted here has ended; transfers are then `DONE`, or `UNSETTLED` in a lost context. Then
+        give peers `UNMAP_TIMEOUT_S` to unmap this side's memory.
         """
         with self._lock:
             if not self.is_open:
@@ -364,7 +338,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
                     self._unmap(peer)
                 engine.close()
             self.is_open = False
-        self._wait_for_unmapping()  # without the lock: this process may hold the last mapping itself
+        self._wait_for_unmapping()  # without the lock: this process may hold the last mapping
         self._was_quiet = self._is_quiet()
 
     def _wait_for_unmapping(self) -> None:

@@ -1,4 +1,4 @@
-"""The copy kernels on one GPU: launches, their buffers and events, and the transfers they belong to."""
+"""The copy kernels on one GPU, and their transfers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ MIN_TILE, MAX_TILE = 4 << 10, 64 << 10
 """Bytes that a warp takes at a time."""
 TILES_PER_WARP = 4
 CONVERTING_BLOCKS = 96
-"""Least thread blocks of a copy that converts numbers, which is more work; see `docs/benchmarks/convert-2xgpu.json`."""
+"""Minimum blocks of a copy that converts numbers (`docs/benchmarks/convert-2xgpu.json`)."""
 PART = 1 << 16
-"""Maximum pieces per launch. The next part of a larger batch is encoded and uploaded while the parts before it are copied."""
+"""Maximum pieces per launch. The next part of a batch is uploaded while those before it are copied."""
 NEAR_WORD, NEAR_NBYTES = 16, 16 << 10
-"""Word size and maximum size of a work list that the kernel itself reads from host memory into shared memory."""
+"""Word size and maximum size of a work list that the kernel reads from host memory."""
 NUM_SMALL_BUFFERS = 4
-"""Buffers allocated at the start; the pool adds others when they are needed."""
+"""Allocated at the start; the pool adds others."""
 
 
 @dataclass(frozen=True, eq=False)
 class NvlinkSpans:
-    """Span classes between this side and a peer, and the address of their table on the GPU."""
-
     peer: NvlinkPeer
     table: ShapeTable
     address: int
@@ -48,11 +46,6 @@ class NvlinkSpans:
 
 
 class NvlinkTransfer:
-    """A batch's kernels, and the event after the last of them. `completion` is the completion of that event.
-
-    `poll` calls `advance`, which updates `status`.
-    """
-
     def __init__(self, peer: NvlinkPeer, advance: Callable[[NvlinkTransfer], None]) -> None:
         self.peer = peer
         self._advance = advance
@@ -69,12 +62,12 @@ class NvlinkTransfer:
         return self.status
 
     def close(self) -> None:
-        """Check that the transfer is settled. Its resources were given back when it settled."""
+        """Resources were given back when it settled."""
         check_closable(self.status)
 
 
 class NvlinkEngine:
-    """The copy kernels on one GPU, their streams, buffers and events. Not thread-safe: the backend holds its lock."""
+    """Not thread-safe: the backend holds its lock."""
 
     def __init__(self, gpu: Gpu, blocks: int) -> None:
         self.gpu = gpu
@@ -86,11 +79,11 @@ class NvlinkEngine:
         self._scratch = self._counters = 0
 
     def start(self) -> None:
-        """Compile the kernels and allocate the first buffers. Enter `gpu.current()` first."""
+        """Enter `gpu.current()` first."""
         self._module, self._kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_pieces", "move_spans"])
         self._queue = Queue(self.gpu, holds_gil=True)
         self._scratch = self.gpu.table(np.zeros(2, np.uint64))
-        # All requests share one pair: kernels on one stream run one after the other, and each resets the pair to 0.
+        # All requests share one pair: kernels on a stream run one after the other, and each resets it to 0.
         self._counters = self.gpu.table(np.zeros(2, np.uint64))
         self._pool.preallocate(NUM_SMALL_BUFFERS)
 
@@ -100,7 +93,6 @@ class NvlinkEngine:
         return self._queue
 
     def post(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
-        """Upload the addresses of a batch and copy it, `PART` pieces per launch."""
         table = (transfer.peer.table, len(transfer.peer.regions))
         for start in range(0, len(copies), PART):
             part = slice(start, start + PART)
@@ -114,10 +106,8 @@ class NvlinkEngine:
             self._launch(transfer, self._kernels["move_pieces"], arguments, blocks, last=last)
 
     def post_spans(self, transfer: NvlinkTransfer, prepared: NvlinkSpans, batch: SpanBatch) -> None:
-        """Copy a whole request with one kernel.
-
-        The kernel reads a small work list from host memory, because an upload needs three driver calls. A larger work list is
-        uploaded.
+        """One kernel copies the request. It reads a small work list from host memory, because an upload takes three driver
+        calls.
         """
         max_blocks = max(self._blocks, CONVERTING_BLOCKS) if prepared.table.shapes.convert else self._blocks
         blocks, tile = launch_shape(batch.total_nbytes, max_blocks=max_blocks)
@@ -133,7 +123,7 @@ class NvlinkEngine:
         self._launch(transfer, self._kernels["move_spans"], arguments, blocks, shared=brought * NEAR_WORD, last=True)
 
     def post_plain(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
-        """Copy with the driver's own copies. Both columns hold addresses as this process sees them."""
+        """Both columns hold addresses of this process."""
         transfer.posted = True
         with self.gpu.current():
             for columns in zip(copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist(), strict=True):
@@ -149,22 +139,20 @@ class NvlinkEngine:
     def _launch(
         self, transfer: NvlinkTransfer, kernel: int, arguments: Sequence[int], blocks: int, *, shared: int = 0, last: bool
     ) -> None:
-        """Start a kernel; after the last one, record the transfer's event."""
         done = transfer.event = self._pool.take_event() if last else None
         transfer.posted = True
         self.queue.launch(kernel, arguments, blocks=blocks, threads=THREADS, shared=shared, done=done or 0)
         if done is not None:
-            transfer.completion = self.queue.completion(done)  # not earlier: until the launch, the event shows its last use
+            transfer.completion = self.queue.completion(done)  # not earlier: the event still shows its last use
 
     def read_byte(self, address: int) -> None:
         self.gpu.call("cuMemcpyDtoDAsync", self._scratch, address, 1, self.queue.uploads)
 
     def drain(self) -> None:
-        """Wait until all posted work has ended. Enter `gpu.current()` first."""
+        """Enter `gpu.current()` first."""
         self.queue.drain()
 
     def give_back(self, transfer: NvlinkTransfer) -> None:
-        """Return a transfer's buffers and event to the pool."""
         for buffer in transfer.buffers:
             self._pool.give_back(buffer)
         if transfer.event is not None:
@@ -172,7 +160,7 @@ class NvlinkEngine:
         transfer.buffers, transfer.event = [], None
 
     def close(self) -> None:
-        """Free everything. In a lost context the calls fail; its resources end with it."""
+        """In a lost context the calls fail; its resources end with it."""
         with suppress(CudaError), self.gpu.current():
             self._pool.close()
             if self._queue is not None:
@@ -186,7 +174,7 @@ class NvlinkEngine:
 
 
 def launch_shape(total: int, *, max_blocks: int) -> tuple[int, int]:
-    """Thread blocks, and bytes per tile, to copy `total` bytes: a few tiles per warp, within the limits."""
+    """Thread blocks, and bytes per tile."""
     warps = THREADS // 32
     blocks = max(1, min(max_blocks, total // (warps * MIN_TILE)))
     share = max(total // (blocks * warps * TILES_PER_WARP), 1)

@@ -1,8 +1,7 @@
 """Which processes have this process's memory mapped.
 
-A peer that maps the memory keeps a connection to a Unix socket of the owner for as long as the mapping exists. The operating
-system closes the connection when the peer's process ends, so the owner sees the end of every mapping without a thread or a
-message. The sockets are abstract: a peer in another network namespace cannot connect, and its mappings are unknown here.
+A peer stays connected to an abstract Unix socket of the owner while its mapping exists; the kernel disconnects it when its
+process ends. Mappings from another network namespace are unknown here.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Mappings:
         self._listener.listen(BACKLOG)
         self._held: list[tuple[socket.socket, int]] = []
         self.seen: set[int] = set()
-        """Process ids of all mappings that `holders` has found so far; 0: a process of another namespace."""
+        """Process ids of all mappings found so far; 0: another namespace's."""
 
     def holders(self) -> tuple[int, ...]:
-        """The process id of each mapping that exists now; a process with two mappings appears twice."""
+        """The process id of each present mapping."""
         self._accept()
         ended = {id(connection) for connection, _ in self._held if _has_ended(connection)}
         for connection, _ in self._held:
@@ -50,7 +49,7 @@ class Mappings:
             self.seen.add(pid)
 
     def wait(self, timeout_s: float) -> tuple[int, ...]:
-        """Wait until no mapping is left; return `holders()` of those that remain after `timeout_s`."""
+        """Returns the `holders()` that remain after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while holders := self.holders():
             left = deadline - time.monotonic()
@@ -76,10 +75,7 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def hold(address: str) -> socket.socket | None:
-    """Register a mapping with its owner; close the returned connection after unmapping.
-
-    Returns `None` if the owner's socket cannot be reached.
-    """
+    """Register a mapping with its owner; close the connection after unmapping. `None` if the owner cannot be reached."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         connection.connect("\0" + address)

@@ -1,4 +1,4 @@
-"""The memory that this GPU exports to peers, and the peers' memory that is mapped here."""
+"""The memory that this GPU exports, and the peers' memory that is mapped here."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ from disagg.machine.processes import ProcessWatch, machine_identity
 
 
 class ExportedAllocation(msgspec.Struct, frozen=True, array_like=True):
-    """An allocation as the endpoint describes it."""
-
     base: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     handle: Annotated[bytes, msgspec.Meta(min_length=IPC_HANDLE_NBYTES, max_length=IPC_HANDLE_NBYTES)]
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine's part of an endpoint: the owner's machine (`machine_identity`), its GPU's UUID and its allocations.
-
-    `mappings`: the address of the owner's `Mappings`.
-    """
+    """`machine`: the owner's `machine_identity`. `gpu`: UUID. `mappings`: address of the owner's `Mappings`."""
 
     machine: str
     gpu: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -40,7 +35,7 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allocations: tuple[ExportedAllocation, ...]
 
     def allocation_of(self, region: MemoryRegion | RemoteRegion) -> ExportedAllocation:
-        """The allocation that contains a region; raises `RemoteProtocolError` if none does."""
+        """Raises `RemoteProtocolError` for a region outside all allocations."""
         for allocation in self.allocations:
             if allocation.base <= region.address and region.address + region.nbytes <= allocation.base + allocation.nbytes:
                 return allocation
@@ -51,14 +46,11 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 DECODER = msgspec.msgpack.Decoder(Descriptor)
-"""Created at import: msgspec 0.22 ends the process when two threads are the first to use one `Struct`."""
-
-
-# -- this side's memory -----------------------------------------------------------------------------------------------
+"""Created at import: see `Adapter`."""
 
 
 def gpu_of(regions: Sequence[MemoryRegion]) -> int:
-    """The ordinal of the GPU that holds all regions; raises `ConfigError` unless it is exactly one."""
+    """Raises `ConfigError` unless all regions are on one GPU."""
     devices = sorted({region.device for region in regions})
     if len(devices) != 1 or devices[0].kind == CPU.kind:
         found = ", ".join(map(str, devices)) or "no memory"
@@ -67,10 +59,8 @@ def gpu_of(regions: Sequence[MemoryRegion]) -> int:
 
 
 def export_memory(gpu: Gpu, regions: Sequence[MemoryRegion]) -> tuple[tuple[Allocation, ...], tuple[MemoryRegion, ...]]:
-    """Export the allocations that contain `regions`. Enter `gpu.current()` first.
-
-    Returns the allocations, and the regions with touching ones merged. Raises `ConfigError` for memory that another process
-    cannot map.
+    """The allocations that contain `regions`, and the regions, merged. Enter `gpu.current()` first. Raises `ConfigError` for
+    memory that another process cannot map.
     """
     extents = {region: _extent(gpu, region) for region in regions}
     allocations = tuple(gpu.export(base) for base, _ in sorted(set(extents.values())))
@@ -78,7 +68,7 @@ def export_memory(gpu: Gpu, regions: Sequence[MemoryRegion]) -> tuple[tuple[Allo
 
 
 def _extent(gpu: Gpu, region: MemoryRegion) -> tuple[int, int]:
-    """Base and size of a region's allocation; raises `ConfigError` if another process cannot map it."""
+    """Base and bytes of a region's allocation; raises as `export_memory` does."""
     where = f"backend 'nvlink': the memory at {region.address:#x}"
     found = gpu.ordinal_of(region.address)
     if found != gpu.ordinal:
@@ -95,25 +85,22 @@ def _extent(gpu: Gpu, region: MemoryRegion) -> tuple[int, int]:
 
 
 def _merge_by_allocation(extents: dict[MemoryRegion, tuple[int, int]]) -> tuple[MemoryRegion, ...]:
-    """The same bytes in the fewest regions, each within one allocation."""
+    """Merges touching regions within an allocation."""
     merged = []
     for base in sorted({base for base, _ in extents.values()}):
         inside = [MemoryRegion(r.address, r.nbytes) for r, (own, _) in extents.items() if own == base]
         device = next(r.device for r, (own, _) in extents.items() if own == base)
-        # `merge_regions` merges touching regions of the CPU only, so they pass through it without their device.
+        # Without their device: `merge_regions` merges touching regions of the CPU only.
         merged += [MemoryRegion(r.address, r.nbytes, device) for r in merge_regions(inside)]
     return tuple(merged)
 
 
-# -- peers' memory ----------------------------------------------------------------------------------------------------
-
-
 class NvlinkPeer(AdapterPeer):
-    """The mapped memory of one peer process at one epoch.
+    """The mapped memory of a peer.
 
-    `held`: the connection that registers the mapping with its owner, or `None`. `opened`: bases of the mapped allocations.
-    `deltas`: for each region, an address here minus the same address in the peer. `table`: the regions' starts and deltas on
-    this GPU, for the kernel (`kernels.cu`). `prepared`: tables of span classes on this GPU. `pending`: transfers not settled.
+    `held`: the connection that registers the mapping. `opened`: bases of mapped allocations. `deltas`: for each region, an
+    address here minus the same address in the peer. `table`: starts and deltas on this GPU (`kernels.cu`). `prepared`:
+    tables of span classes on this GPU.
     """
 
     def __init__(
@@ -134,19 +121,15 @@ class NvlinkPeer(AdapterPeer):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the owner's process is proved to have ended."""
         return self.process is not None and self.process.has_ended()
 
     @property
     def is_own(self) -> bool:
-        """Whether the kernel attests that the memory belongs to this process."""
+        """As the kernel attests."""
         return self.process is not None and self.process.pid == os.getpid()
 
     def map(self, gpu: Gpu, descriptor: Descriptor) -> None:
-        """Map the peer's allocations and upload `table`. Enter `gpu.current()` first.
-
-        After an error, `unmap` undoes the part that succeeded.
-        """
+        """Enter `gpu.current()` first. After an error, `unmap` undoes what succeeded."""
         bases = self._open(gpu, descriptor)
         owners = [descriptor.allocation_of(region).base for region in self.regions]
         self.deltas = np.array([(bases[base] - base) % 2**64 for base in owners], np.uint64)
@@ -154,8 +137,8 @@ class NvlinkPeer(AdapterPeer):
         self.table = gpu.table(np.concatenate([starts, self.deltas]))
 
     def _open(self, gpu: Gpu, descriptor: Descriptor) -> dict[int, int]:
-        """The base here of each allocation, by its base in the peer."""
-        if self.is_own:  # memory of this process is mapped already
+        """Allocations' bases here, by their bases in the peer."""
+        if self.is_own:  # mapped already
             return {allocation.base: allocation.base for allocation in descriptor.allocations}
         bases = {}
         for allocation in descriptor.allocations:
@@ -170,7 +153,7 @@ class NvlinkPeer(AdapterPeer):
         return bases
 
     def unmap(self, gpu: Gpu) -> None:
-        """Undo the mapping. A lost context cannot unmap anything; its mappings end when it is destroyed."""
+        """A lost context's mappings end when it is destroyed."""
         with suppress(CudaError), gpu.current():
             for base in self.opened:
                 gpu.close(base)
@@ -183,7 +166,7 @@ class NvlinkPeer(AdapterPeer):
 
 
 def check_access(gpu: Gpu, descriptor: Descriptor, *, is_own: bool) -> str:
-    """The transport from this GPU to the peer's; raises `PeerUnreachable` if there is none."""
+    """The transport to the peer's GPU; raises `PeerUnreachable` if there is none."""
     if descriptor.machine != machine_identity():
         raise PeerUnreachable("backend 'nvlink': the peer is on another host, and GPUs map memory of their own host only")
     if descriptor.gpu == gpu.uuid:
@@ -201,7 +184,6 @@ def check_access(gpu: Gpu, descriptor: Descriptor, *, is_own: bool) -> str:
 
 
 def _enable_access(gpu: Gpu, ordinal: int) -> None:
-    """Enable access to the memory of another GPU of this process."""
     other = Gpu(ordinal)
     try:
         with gpu.current():
