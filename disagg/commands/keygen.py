@@ -43,9 +43,8 @@ def keygen(*, out: Path, name: str, hexadecimal: bool, force: bool) -> None:
 
 
 def write_pair(pair: KeyPair, folder: Path, *, name: str, force: bool, text: Callable[[str], str] = str) -> str:
-    """Write a pair as `NAME.toml` (0600), which `--keys` reads, and `NAME.pub`; returns the public key. `text` writes a key.
-
-    Raises `ConfigError` for an invalid name, or if a file exists and `force` is false; then nothing is written.
+    """Write `NAME.toml` (0600), which `--keys` reads, and `NAME.pub`; returns the public key. `text` formats a key. Raises
+    `ConfigError` for an invalid name, or if a file exists without `force`; then nothing is written.
     """
     if not name or name != Path(name).name:
         raise ConfigError(f"name: expected a file name without a folder, found {name!r}")
@@ -62,7 +61,7 @@ def write_pair(pair: KeyPair, folder: Path, *, name: str, force: bool, text: Cal
 
 
 def _replace(path: Path, text: str, *, mode: int) -> None:
-    """Write a file atomically, with its permissions, by renaming a temporary file."""
+    """Atomic, with its permissions from the start."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)

@@ -7,5 +7,4 @@ from disagg.commands.shell.group import disagg
 
 
 def main() -> None:
-    """Run `disagg`."""
     errors.main(disagg, "disagg")

@@ -30,20 +30,20 @@ Examples, for ranks with --metrics-port:
 """
 HEADINGS = ("rank", "health", "peers", "send", "recv", "ok/s", "fail/s", "p50 ms", "p99 ms", "MB/s", "engine")
 MIN_WIDTHS = {"rank": 12, "engine": 6}
-"""The columns that narrow terminals show on several lines, and how narrow they get. The others are never cut."""
+"""Minimum widths of the columns that narrow terminals fold. The others are never cut."""
 Labels = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One rank's metrics at one moment: `values` by name and labels, or the `problem` with reading them."""
+    """One rank's metrics, by name and labels, or the `problem` with reading them."""
 
     at: float
     values: Mapping[tuple[str, Labels], float]
     problem: str = ""
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of `disagg_NAME` over all samples that have these labels."""
+        """The sum of `disagg_NAME` over all samples with these labels."""
         wanted = labels.items()
         return sum(value for (found, has), value in self.values.items() if found == f"disagg_{name}" and wanted <= has)
 
@@ -52,7 +52,6 @@ class Sample:
         return next((dict(labels).get(label, "") for found, labels in self.values if found == "disagg_build_info"), "")
 
     def peers(self, *, ready: bool) -> list[str]:
-        """The names of the peers that are ready, or of those that are not."""
         return [
             dict(labels).get("peer", "")
             for (found, labels), value in self.values.items()
@@ -60,7 +59,7 @@ class Sample:
         ]
 
     def buckets(self) -> list[tuple[float, float]]:
-        """The upper bounds in seconds of the successful requests' durations, and how many requests took at most as long."""
+        """Upper bounds in seconds of successful requests' durations, with cumulative counts."""
         counts: dict[float, float] = {}
         for (found, labels), value in self.values.items():
             if found == "disagg_request_seconds_bucket" and ("outcome", "ok") in labels:
@@ -70,7 +69,7 @@ class Sample:
 
 
 def metrics_of(url: str) -> str:
-    """The address of a rank's metrics, from `HOST:PORT` or its server's address. Raises `ConfigError` for another scheme."""
+    """From `HOST:PORT` or a URL. Raises `ConfigError` for another scheme."""
     address = (url if "://" in url else f"http://{url}").rstrip("/")
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"url: expected http://HOST:PORT or HOST:PORT, found {url!r}")
@@ -78,7 +77,7 @@ def metrics_of(url: str) -> str:
 
 
 def read(url: str, *, timeout_s: float) -> Sample:
-    """Read a rank's metrics now. If that fails, or takes longer than `timeout_s`, the sample says why."""
+    """If that fails or takes too long, the sample says why."""
     try:
         with urllib.request.urlopen(metrics_of(url), timeout=timeout_s) as answer:  # noqa: S310 - what the caller names
             text = answer.read().decode()
@@ -94,8 +93,8 @@ def read(url: str, *, timeout_s: float) -> Sample:
 
 
 def quantile(before: Sequence[tuple[float, float]], now: Sequence[tuple[float, float]], share: float) -> float | None:
-    """The duration in seconds that `share` of the requests between two histograms did not exceed, by interpolation within a
-    bucket; `None` without requests.
+    """The duration that `share` of the requests between two histograms did not exceed, interpolated within a bucket; `None`
+    without requests.
     """
     earlier = dict(before)
     counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in now]
@@ -110,14 +109,12 @@ def quantile(before: Sequence[tuple[float, float]], now: Sequence[tuple[float, f
 
 
 def rank_of(url: str, now: Sample) -> str:
-    """NAME/RANK of the rank that answered at `url`, or `url`."""
+    """NAME/RANK, or `url` if the rank is silent."""
     return f"{now.build('name')}/{now.build('rank')}" if now.build("name") else url
 
 
 def row(url: str, before: Sample | None, now: Sample) -> tuple[str, ...]:
-    """The cells of one rank. Rates are those since `before`; without it, the totals since the rank's start are averaged over
-    nothing and shown as a dash.
-    """
+    """Without `before`, rates are dashes and durations are since the rank's start."""
     if now.problem:
         return (url, "silent", *[""] * (len(HEADINGS) - 2))
     if before is not None and before.problem:
@@ -147,13 +144,12 @@ def row(url: str, before: Sample | None, now: Sample) -> tuple[str, ...]:
 
 
 def engine_of(now: Sample) -> str:
-    """The engine and its transport, without the notes in parentheses; `auto` names those in use itself."""
+    """`auto` already names the engines in use."""
     engine, transport = now.build("backend"), re.sub(r" \([^)]*\)", "", now.build("transport"))
     return transport if engine == "auto" else f"{engine}: {transport}"
 
 
 def problems(url: str, now: Sample) -> str:
-    """The problem of a rank in one line; empty if it has none."""
     found = [now.problem] if now.problem else []
     if not now.problem and not now.total("healthy"):
         found.append("a thread of it has died: its log has the cause, restart it")
@@ -165,13 +161,12 @@ def problems(url: str, now: Sample) -> str:
 
 
 def is_bad(heading: str, cell: str) -> bool:
-    """Whether a cell needs attention."""
     ready, _, known = cell.partition("/")
     return {"health": cell != "ok", "peers": ready != known, "fail/s": cell not in ("-", "", "0.0")}.get(heading, False)
 
 
 def shown(urls: Sequence[str], before: Sequence[Sample | None], now: Sequence[Sample]) -> Group:
-    """The table of all ranks and, below it, their problems; what needs attention in colour."""
+    """What needs attention is red."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         table.add_column(

@@ -1,7 +1,4 @@
-"""The process of one or several ranks that a driver starts. Its argument is their configurations as JSON.
-
-The process ends when its standard input ends, or with the last rank.
-"""
+"""The process of one or several ranks that a driver starts. It ends with its standard input, or with the last rank."""
 
 from __future__ import annotations
 

@@ -63,13 +63,11 @@ QUIET_S = 30.0
 
 
 class PlainProgress:
-    """Progress as lines of a log."""
-
     def __init__(self) -> None:
         self._case, self._shown_at = "", 0.0
 
     def show(self, text: str) -> None:
-        """Print a step, `case N of M, ...: step`, if it is the first of its case, or nothing was printed for `QUIET_S`."""
+        """Print the first step of each case, `case N of M, ...: step`, and one if nothing was printed for `QUIET_S`."""
         case, now = text.rpartition(": ")[0], time.monotonic()
         if case != self._case or now >= self._shown_at + QUIET_S:
             print(text, file=sys.stderr, flush=True)
@@ -78,9 +76,6 @@ class PlainProgress:
 
 @contextmanager
 def progress_to(console: Console) -> Iterator[Progress]:
-    """A function that shows progress: one line that changes on a terminal; elsewhere a line for each case, and one now and then
-    in a long one.
-    """
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
@@ -91,7 +86,7 @@ def progress_to(console: Console) -> Iterator[Progress]:
 def run_cases(
     cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None, runs: list[CaseRun] | None = None
 ) -> Iterator[Row]:
-    """Run cases in order, with progress on standard error. The last run of each is added to `runs`."""
+    """The last run of each case is added to `runs`."""
     with progress_to(console or Console(stderr=True)) as progress:
         for number, case in enumerate(cases, 1):
             what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
@@ -103,21 +98,21 @@ def run_cases(
 
 
 def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
-    """Print the changes between two files of rows; returns whether no case became worse."""
+    """Returns whether no case became worse."""
     found = comparing.compare(comparing.read_rows(before), comparing.read_rows(after), tolerance=tolerance)
     comparing.show(found, Console(), names=(str(before), str(after)), tolerance=tolerance)
     return not any(each.regressions for each in found)
 
 
 class Several(click.ParamType[Any]):
-    """A comma-separated list of values. Each value makes cases."""
+    """A comma-separated list. Each value makes cases."""
 
     def __init__(self, kind: click.ParamType[Any]) -> None:
         self._kind = kind
         self.name = f"{kind.name}[,...]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        """Raises `click.BadParameter` for an empty or invalid value."""
+        """Raises `click.BadParameter`."""
         if isinstance(value, tuple):
             return value
         parts = [str(value)] if Path(str(value)).exists() else str(value).split(",")
@@ -129,7 +124,9 @@ SWEPT = ("backend", "model", "tokens", "requests", "concurrency", "run_pages")
 
 
 def paced(settings: dict[str, Any], *, has_requests: bool) -> list[Arrivals]:
-    """The arrivals of each number of requests, with the settings of the trace filled in. Raises `ConfigError` and `OSError`."""
+    """The arrivals for each number of requests. Takes their settings away, and fills in those of the trace. Raises
+    `ConfigError` and `OSError`.
+    """
     kind, per_s, trace = settings.pop("arrivals"), settings.pop("per_s"), settings.pop("trace")
     if trace is None:
         return [generated(kind, requests=n, per_s=per_s, seed=settings["seed"]) for n in settings["requests"]]
@@ -149,8 +146,8 @@ def cases_of(
     arrivals: Sequence[Arrivals] = (),
     **same: Any,
 ) -> list[Case]:
-    """Every pair of sides, with every page size (none: the sides' own) and every combination of the settings in `SWEPT`.
-    `arrivals` are those of each number of requests.
+    """Every pair of sides, with every page size (none: the sides' own) and every combination of `SWEPT`. `arrivals`: for
+    each number of requests.
     """
     paced_by = dict(zip(settings["requests"], arrivals, strict=True)) if arrivals else {}
     rest = {name: value for name, value in settings.items() if name not in SWEPT}
@@ -166,14 +163,14 @@ def cases_of(
 
 
 def parse_sides(prefill: Sequence[str], decode: Sequence[str]) -> list[tuple[Side, Side]]:
-    """The sides of each case. Raises `ConfigError` if one is invalid, or there are not as many of both."""
+    """Raises `ConfigError` for an invalid side, or if there are not as many of both."""
     if len(prefill) != len(decode):
         raise ConfigError(f"sides: expected as many --decode as --prefill, found {len(decode)} and {len(prefill)}")
     return [(Side.parse(ours), Side.parse(theirs)) for ours, theirs in zip(prefill, decode, strict=True)]
 
 
 def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connect: Sequence[str]) -> None:
-    """Raises `ConfigError` if an option is missing, or does not go with running ranks."""
+    """Raises `ConfigError`."""
     missing = [f"--{name}" for name in ("backend", "model", "tokens") if settings[name] is None]
     if missing or not prefill:
         raise ConfigError(f"options: expected {', '.join(missing or ['--prefill', '--decode'])} for a run, or --compare")
@@ -198,7 +195,7 @@ def check_connected(cases: Sequence[Case]) -> None:
 
 
 def measure(cases: Sequence[Case], results: Results, *, connect: Sequence[str], latency: bool) -> None:
-    """Run the cases, add their rows to `results`, and print these, also if a case fails."""
+    """Prints the rows even if a case fails."""
     about = Environment.here()
     try:
         for row in run_cases(cases, connect=connect, runs=results.runs):

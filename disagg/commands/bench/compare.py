@@ -1,4 +1,4 @@
-"""Comparison of two runs of the benchmark: which cases became slower, and by how much."""
+"""Which cases became slower between two runs of the benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from disagg.core.errors import ConfigError
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that `--json` wrote. Raises `ConfigError` naming the file and the invalid field."""
+    """Raises `ConfigError` naming the file and the invalid field."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Row])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -29,7 +29,7 @@ Key = tuple[object, ...]
 
 
 def _key(row: Row) -> Key:
-    """The identity of a row's case: its settings, as far as a row has them. The transport is a result: the engine chose it."""
+    """The transport is a result, not part of the case: the engine chose it."""
     return (
         row.backend,
         row.device,
@@ -47,7 +47,7 @@ def _key(row: Row) -> Key:
 
 
 def _numbered(rows: Iterable[Row]) -> dict[Key, Row]:
-    """Rows by case, with a number for repeated cases."""
+    """Repeated cases are numbered."""
     seen: Counter[Key] = Counter()
     found: dict[Key, Row] = {}
     for row in rows:
@@ -59,7 +59,7 @@ def _numbered(rows: Iterable[Row]) -> dict[Key, Row]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case in both runs, `None` if a run does not have it; `regressions` are in words."""
+    """One case in both runs, `None` if a run does not have it."""
 
     before: Row | None
     after: Row | None
@@ -73,10 +73,8 @@ class Comparison:
 
 
 def compare(before: Sequence[Row], after: Sequence[Row], *, tolerance: float) -> list[Comparison]:
-    """Every case of either run, in order; worse by more than the share `tolerance` is a regression.
-
-    Speed is compared as a share of the same run's ceiling if both have one, since machines vary over time, else in GB/s.
-    A missing case, or one that is no longer verified or ends badly, is always a regression.
+    """Every case of either run, in order; worse by more than the share `tolerance` is a regression. Speed is compared as a
+    share of the same run's ceiling if both have one, since machines vary over time.
     """
     ours, theirs = _numbered(before), _numbered(after)
     found = []
@@ -107,11 +105,7 @@ def _regressions(before: Row | None, after: Row | None, tolerance: float) -> Ite
         yield f"{after.bytes} bytes delivered instead of {before.bytes}"
 
 
-# -- printing ----------------------------------------------------------------------------------------------------------
-
-
 def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str], tolerance: float) -> None:
-    """Print a line per case with both figures and the change, then every regression in words."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in ("engine, model, tokens", "sides"):
@@ -150,7 +144,7 @@ FIGURES: tuple[tuple[Figure, Callable[[float], str]], ...] = (
 
 
 def _change(each: Comparison, figure: Figure, text: Callable[[float], str]) -> str:
-    """`1.20 -> 1.08 (-10%)`, without the share if it is zero; a dash for figures that were not measured."""
+    """Such as `1.20 -> 1.08 (-10%)`."""
     before, after = (None if row is None else figure(row) for row in (each.before, each.after))
     if before is None and after is None:
         return "-"

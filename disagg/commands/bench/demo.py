@@ -1,4 +1,4 @@
-"""`make demo`: prefill and decode instances that divide a model differently, over real engines, one process per rank."""
+"""`make demo`: instances that divide a model differently, over real engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BACKENDS = ("cma", "nixl", "mooncake")
 
 
 def main() -> None:
-    """Run the demonstration. The exit status is 0 only if every byte was verified."""
+    """The exit status is 0 only if every byte was verified."""
     print(INTRODUCTION, flush=True)
     failed = [backend for backend in BACKENDS if not _moves(backend)]
     if failed:
@@ -43,9 +43,7 @@ def main() -> None:
 
 
 def _moves(backend: str) -> bool:
-    """Run `disagg-bench` for every pair of sides over one engine; returns whether all bytes were correct and all ranks ended
-    well.
-    """
+    """Whether all bytes were correct and all ranks ended well."""
     arguments = ["--backend", backend, *SETTINGS]
     for prefill, decode in SIDES:
         arguments += ["--prefill", prefill, "--decode", decode]
@@ -59,7 +57,7 @@ def _moves(backend: str) -> bool:
 
 
 def _example() -> int:
-    """Run the example with a real model's code if it is installed; returns its exit status. Greedy tokens must not change."""
+    """Returns the example's exit status. It checks that greedy tokens do not change."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if not EXAMPLE.is_file() or missing:
         why = f"{', '.join(missing)} missing" if missing else "the examples are not installed"

@@ -53,11 +53,11 @@ from disagg.models import ModelSpec, load_model
 Observe = Callable[[Sequence[RankRun]], None]
 MIN_CEILINGS = 10
 LEAD_S = 0.02
-"""Time between the command to start and the common start of all ranks."""
+"""From the command to start to the common start of all ranks."""
 
 
 def check_case(case: Case) -> None:
-    """Check a case before any rank is started. Raises `ConfigError` if no rank could run it."""
+    """Raises `ConfigError` if no rank could run the case."""
     load_model(case.model, num_layers=case.num_layers)
     if case.backend not in ("auto", *backends.available()):
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {case.backend!r}")
@@ -66,8 +66,6 @@ def check_case(case: Case) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case on connected ranks."""
-
     case: Case
     ranks: Ranks
     sent: Mapping[Remote, tuple[Item, ...]]
@@ -77,17 +75,17 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that every run delivers."""
+        """Delivered by every run."""
         return sum(self.planned.nbytes.values())
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of the prefill and the decode instance."""
+        """Names of the prefill and the decode instance."""
         return self.ranks.sources[0].about.name, self.ranks.destinations[0].about.name
 
 
 def run_case(case: Case, ranks: Ranks, progress: Progress, observe: Observe) -> Row:
-    """The case's row. Raises `RankFailed` or `RankDied` if a rank fails, `ConfigError` if the ranks do not match the case."""
+    """Raises `RankFailed` or `RankDied` if a rank fails, `ConfigError` if the ranks do not match the case."""
     prepared = _prepare(case, ranks, progress)
     samples: list[Sample] = []
     ceilings: list[Alone] = []
@@ -124,7 +122,6 @@ def run_case(case: Case, ranks: Ranks, progress: Progress, observe: Observe) -> 
 
 
 def _prepare(case: Case, ranks: Ranks, progress: Progress) -> Prepared:
-    """Connect the sides, deal the requests, and fill the sources."""
     spec = load_model(case.model, num_layers=case.num_layers)
     for remotes, side in ((ranks.sources, case.prefill), (ranks.destinations, case.decode)):
         for remote in remotes:
@@ -149,14 +146,13 @@ def _prepare(case: Case, ranks: Ranks, progress: Progress) -> Prepared:
 def _deal(
     case: Case, spec: ModelSpec, remotes: Sequence[Remote], side: Side, peer: Side, *, prefix: int
 ) -> dict[Remote, tuple[Item, ...]]:
-    """The requests of each rank."""
     about = remotes[0].about
     dealt = items_of(spec, side, peer, case, name=about.name, pools=about.rows, prefix=prefix)
     return dict(zip(remotes, dealt, strict=True))
 
 
 def _measure(prepared: Prepared, observe: Observe, *, last: bool) -> Sample:
-    """Run every request once and verify it; the last run verifies the sources' memory too."""
+    """The last run verifies the sources' memory too."""
     case, ranks = prepared.case, prepared.ranks
     source, destination = prepared.names
     ids = [new_request_id() for _ in range(case.requests)]
@@ -192,7 +188,6 @@ def _rank_run(remote: Remote, direction: Direction, report: RunReport) -> RankRu
 
 
 def _cpu_s(ranks: Ranks) -> float:
-    """CPU seconds of all ranks' processes so far."""
     return sum(reply.seconds for reply in ranks.ask(dict.fromkeys(ranks.all, ReadCpu()), Cpu).values())
 
 
@@ -201,12 +196,12 @@ def _start(case: Case, direction: Direction, peer: str, items: tuple[Item, ...],
 
 
 def _named(items: tuple[Item, ...], ids: Sequence[bytes]) -> tuple[Item, ...]:
-    """The same requests with new ids: an id is never reused."""
+    """An id is never reused, so every run has new ones."""
     return tuple(msgspec.structs.replace(item, request_id=ids[item.number]) for item in items)
 
 
 def _on_one_clock(report: RunReport, remote: Remote) -> RunReport:
-    """The report with times on the driver's clock."""
+    """Times on the driver's clock."""
     moved = [
         msgspec.structs.replace(
             result,
@@ -235,8 +230,8 @@ def _first_difference(ranks: Ranks, items: Mapping[Remote, tuple[Item, ...]], *,
 
 
 def _alone(prepared: Prepared) -> Alone:
-    """Speeds without the library: one contiguous block per pair of ranks, all at once, by the engine alone and by the system
-    mechanism below its transport; and a copy in one rank's memory.
+    """One contiguous block per pair of ranks, all at once, by the engine and by the system mechanism below its transport;
+    and a copy in one rank's memory.
     """
     ranks, case = prepared.ranks, prepared.case
     _, destination = prepared.names
@@ -249,7 +244,7 @@ def _alone(prepared: Prepared) -> Alone:
 
 
 def _raw(prepared: Prepared) -> float | None:
-    """GB/s of the system's mechanism; `None` if it is unknown, for GPU memory, or if the ranks are on several machines."""
+    """`None` if the mechanism is unknown, for GPU memory, or if the ranks are on several machines."""
     mechanism = mechanism_of(prepared.ranks.sources[0].about) if prepared.case.device == "cpu" else None
     if mechanism is None:
         return None
@@ -268,7 +263,6 @@ def _raw(prepared: Prepared) -> float | None:
 
 
 def _over_sockets(prepared: Prepared) -> float:
-    """GB/s over plain sockets, one connection per block."""
     destinations, timeout_s = prepared.ranks.destinations, prepared.case.timeout_s
     expected: dict[int, list[tuple[int, int]]] = {}
     numbers: dict[Remote, list[int]] = {}
@@ -306,10 +300,8 @@ def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> flo
 
 
 def run(case: Case, progress: Progress, *, connect: Sequence[str] = (), observe: Observe = lambda _: None) -> Row:
-    """Run one case, on ranks started for it or on running ones at the driver addresses `connect`. `observe` is called with what
-    the ranks did in each run.
-
-    If ranks did not end properly, the row's `ending` says how. `verified` does not change then.
+    """Run one case, on new ranks or on running ones at the driver addresses `connect`. `observe` gets what the ranks did in
+    each run. The row's `ending` says if ranks did not end properly.
     """
     check_case(case)
     if connect:

@@ -1,4 +1,4 @@
-"""The machine that a case is measured on, as far as it explains the figures."""
+"""The machine that a case is measured on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ BUSY = 0.3
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """`date`: in UTC. `cores`: those that this process may use. `load`: the mean number of running processes in the minute
-    before the first case.
-    """
+    """`cores`: those that this process may use. `load`: mean running processes in the minute before the first case."""
 
     date: str
     host: str
@@ -31,7 +29,6 @@ class Environment(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls) -> Environment:
-        """This machine now."""
         return cls(
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             host=platform.node(),
@@ -43,13 +40,12 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def cpu_name() -> str:
-    """The name of the processor, or of its architecture where the kernel names none."""
+    """The architecture's name where the kernel names no processor."""
     found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found is not None else platform.machine()
 
 
 def cautions(about: Environment, cases: Sequence[Case]) -> Iterator[str]:
-    """What makes the figures of these cases less certain on this machine, a sentence each."""
     if about.load > BUSY * about.cores:
         yield f"the machine is busy: load {about.load:.1f} on {about.cores} cores before the first case. Figures vary with it"
     most = max((case.prefill.num_ranks + case.decode.num_ranks for case in cases if case.backend != "local"), default=0)

@@ -1,4 +1,4 @@
-"""The ranks of a case as the driver sees them: started for the case or already running, commanded and watched."""
+"""The ranks of a case as the driver sees them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.models import load_model
 
 CHECK_S = 0.1
-"""Interval in which a waiting driver checks whether its ranks are alive."""
+"""How often a waiting driver checks whether its ranks are alive."""
 
 AReply = TypeVar("AReply", bound=Reply)
 Progress = Callable[[str], None]
 
 
 class RankFailed(DisaggError):
-    """A rank could not carry out a command; the message names the rank and the reason."""
+    """The message names the rank and the reason."""
 
 
 class Remote:
-    """One rank as the driver reaches it. `offset_s`: how far its clock is ahead of the driver's."""
+    """`offset_s`: how far the rank's clock is ahead of the driver's."""
 
     def __init__(self, address: str, started: StartedRank | None) -> None:
         parse_address(address, what="connect")
@@ -53,7 +53,7 @@ class Remote:
         self.socket.send(msgspec.msgpack.encode(command))
 
     def receive(self, expected: type[AReply]) -> AReply:
-        """The reply that has arrived. Raises `RankFailed` if the rank reports an error."""
+        """Raises `RankFailed` if the rank reports an error."""
         reply: AnyReply = _REPLIES.decode(self.socket.recv())
         if isinstance(reply, Failed):
             raise RankFailed(f"rank {self}: {reply.error}")
@@ -66,8 +66,6 @@ _REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
 class Ranks:
-    """Every rank of both sides; several ranks carry out a command at the same time."""
-
     def __init__(self, sources: Sequence[Remote], destinations: Sequence[Remote], *, timeout_s: float) -> None:
         self.sources = list(sources)
         self.destinations = list(destinations)
@@ -78,9 +76,8 @@ class Ranks:
         return [*self.sources, *self.destinations]
 
     def ask(self, commands: Mapping[Remote, Command], expected: type[AReply]) -> dict[Remote, AReply]:
-        """Send each rank its command and wait for all replies.
-
-        Raises `RankFailed` for the first reported error or after the time limit, and `RankDied` if a rank has ended.
+        """All ranks work at the same time. Raises `RankFailed` for the first error or after the time limit, `RankDied` if a
+        rank has ended.
         """
         for remote, command in commands.items():
             remote.send(command)
@@ -102,19 +99,16 @@ class Ranks:
         return replies
 
     def _check_alive(self) -> None:
-        """Raises `RankDied` if one of the ranks that this driver started has ended."""
         for remote in self.all:
             if remote.started is not None:
                 remote.started.check()
 
     def run(self, remotes: Sequence[Remote], command: Command) -> None:
-        """Run the same command on several ranks."""
         self.ask(dict.fromkeys(remotes, command), Done)
 
     def describe(self) -> None:
-        """Fetch the ranks' descriptions, sort the ranks by number, and compare their clocks with the driver's.
-
-        Raises `ConfigError` if ranks are missing or duplicated.
+        """Fetch the ranks' descriptions, sort the ranks, and compare their clocks. Raises `ConfigError` if ranks are missing
+        or duplicated.
         """
         for remote, about in self.ask(dict.fromkeys(self.all, Describe()), Description).items():
             remote.about = about
@@ -128,7 +122,7 @@ class Ranks:
             remote.offset_s = 0.0 if remote.about.boot_id == boot_id() else self._ahead(remote)
 
     def _ahead(self, remote: Remote) -> float:
-        """How far another machine's clock is ahead, from the fastest of several round trips."""
+        """From the fastest of several round trips."""
         tries = []
         for _ in range(9):
             before = time.monotonic()
@@ -140,10 +134,7 @@ class Ranks:
 
 @contextmanager
 def started(case: Case, progress: Progress) -> Iterator[Ranks]:
-    """The ranks of a case, started for it. Those that `end` has not ended are killed at the end of the block.
-
-    Raises `RankDied` if one cannot start.
-    """
+    """Ranks that still run at the end of the block are killed. Raises `RankDied`."""
     children: list[StartedRank] = []
     with ExitStack() as opened:
         opened.callback(lambda: _kill(children))
@@ -159,7 +150,7 @@ def started(case: Case, progress: Progress) -> Iterator[Ranks]:
 
 
 def end(ranks: Ranks, progress: Progress) -> str:
-    """End the ranks that this driver started; returns what went wrong first, or an empty string."""
+    """Returns what went wrong first, or an empty string."""
     progress("ending the ranks")
     deadline = time.monotonic() + ranks.timeout_s
     problems = []
@@ -175,7 +166,7 @@ def end(ranks: Ranks, progress: Progress) -> str:
 
 
 def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
-    """Start each rank in its own process. `children` gets every started rank, even if a later one fails."""
+    """`children` gets every started rank, even if a later one fails."""
     configs = [rank_config(case, role, 0, None) for role in ("prefill", "decode")]
     leaders = processes.start(configs, timeout_s=case.timeout_s)
     children += leaders
@@ -190,12 +181,12 @@ def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[Star
 
 
 def _gpu(role: str) -> str:
-    """GPU 0 for prefill, 1 for decode; both share the only one of a machine with one."""
+    """Both sides share the only GPU."""
     return f"cuda:{second_gpu() if role == 'decode' else 0}"
 
 
 def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
-    """Start the ranks of each side in one process, since they share a GPU, which would switch between two processes."""
+    """Each side in one process: a GPU would switch between several."""
     sides = {"prefill": case.prefill, "decode": case.decode}
     configs = [[rank_config(case, role, rank, None) for rank in range(side.num_ranks)] for role, side in sides.items()]
     started = processes.start_together(configs, timeout_s=case.timeout_s)
@@ -205,9 +196,8 @@ def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[Sta
 
 @contextmanager
 def connected(addresses: Sequence[str], *, timeout_s: float) -> Iterator[Ranks]:
-    """Ranks that an operator has started, by their driver addresses; they keep running.
-
-    Raises `ConfigError` unless they are exactly one complete prefill and one complete decode instance.
+    """Ranks that an operator has started; they keep running. Raises `ConfigError` unless they are one complete prefill and
+    one complete decode instance.
     """
     with ExitStack() as opened:
         remotes = [opened.enter_context(_closing(Remote(address, None))) for address in addresses]
@@ -234,7 +224,6 @@ def _kill(children: Sequence[StartedRank]) -> None:
 
 
 def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankConfig:
-    """The settings of one rank of a case, on loopback; with several GPUs, each side has its own."""
     side, prefix = (case.prefill, 0) if role == "prefill" else (case.decode, case.prefix_hit)
     spec = load_model(case.model, num_layers=case.num_layers)
     return RankConfig.load(

@@ -1,4 +1,4 @@
-"""Rows as one HTML file that needs nothing else: tables, the versions, and the picture."""
+"""Rows as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ svg { max-width: 100%; height: auto; background: white; }
 
 
 def write_html(rows: Sequence[Row], path: Path) -> None:
-    """Write the report of `rows` to the file `path`. Raises `OSError`."""
+    """Raises `OSError`."""
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>",
         f"<title>disagg-bench</title><style>{STYLE}</style><h1>disagg-bench</h1>",
@@ -72,7 +72,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _svg(rows: Sequence[Row]) -> str:
-    """The picture, without the prologue that a file of its own has."""
+    """Without the prologue of a file of its own."""
     target = io.StringIO()
     figure_of(rows).savefig(target, format="svg")
     text = target.getvalue()

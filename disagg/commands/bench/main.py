@@ -7,5 +7,4 @@ from disagg.commands.shell import errors
 
 
 def main() -> None:
-    """Run `disagg-bench`."""
     errors.main(bench, "disagg-bench")

@@ -27,13 +27,13 @@ SWEPT = {
     "concurrency": "requests in flight on each rank",
     "run_pages": "consecutive pages",
 }
-"""The fields of rows that options sweep, with a label of the x axis."""
+"""Swept fields, with labels of the x axis."""
 PIECES = "piece_bytes_mean"
 AXES = {**SWEPT, PIECES: "bytes per piece of the plan, mean", "page": "tokens of a page"}
 
 
 def check_plot(path: Path) -> None:
-    """Check before measuring that a picture can be drawn. Raises `ConfigError` if not."""
+    """Raises `ConfigError` if no picture can be drawn."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -44,12 +44,10 @@ def check_plot(path: Path) -> None:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw `rows` to the file `path`."""
     figure_of(rows).savefig(path)
 
 
 def figure_of(rows: Sequence[Row]) -> Figure:
-    """The picture of `rows`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, max(4.0, 1.5 + 0.4 * min(len(rows), MAX_BARS))), layout="constrained")
@@ -60,7 +58,7 @@ def figure_of(rows: Sequence[Row]) -> Figure:
 
 
 def value_of(row: Row, name: str) -> Any:
-    """A field of a row; or its `sides`, these without pages as `ranks`, or the decode side's `page`."""
+    """A field of a row; or its `sides`, its `ranks` (sides without pages), or the decode side's `page`."""
     sides = f"{row.prefill} → {row.decode}"
     match name:
         case "sides":
@@ -73,8 +71,8 @@ def value_of(row: Row, name: str) -> Any:
 
 
 def varied(rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """The field of rows for the x axis, and those that tell its lines apart: the first of `SWEPT` that varies, and all others
-    that do. If only sides and models do, it is the mean size of a piece, or the page if that size stays the same.
+    """The field for the x axis, and those that tell its lines apart: the first of `SWEPT` that varies, and all others that
+    do. If only sides and models do, it is the mean size of a piece, or the page if that size stays the same.
     """
 
     def varying(*names: str) -> list[str]:
@@ -88,14 +86,14 @@ def varied(rows: Sequence[Row]) -> tuple[str, list[str]]:
 
 
 def _settings(row: Row, names: Sequence[str]) -> list[str]:
-    """These fields of a row in words, such as `run pages 4` or `tp=2 → tp=1`."""
+    """Such as `run pages 4` or `tp=2 → tp=1`."""
     found = {name: value_of(row, name) for name in names}
     return [value if isinstance(value, str) else f"{name.replace('_', ' ')} {value}" for name, value in found.items()]
 
 
 def _figures(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw GB/s by what varies, with a line for each engine, transport, path and other setting, and the engine alone; for
-    requests that do not arrive together, what the transfers add to the time to the first token.
+    """GB/s of each line and of the engine alone; for requests that do not arrive together, what transfers add to the time to
+    the first token.
     """
     across, others = varied(rows)
     is_paced = all(row.added_ms is not None for row in rows)
@@ -123,7 +121,7 @@ def _figures(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw the phases of each row's median request one after the other, so that its bar is as long as the request took."""
+    """Phases follow each other, so that a bar is as long as the request took."""
     across, others = varied(rows)
     shown = [name for name in (across, *others) if name in (*SWEPT, "model")]
     ends = [0.0] * len(rows)

@@ -1,4 +1,4 @@
-"""Ranks that a driver starts: processes, or threads of the driver's process for the `local` backend."""
+"""Ranks that a driver starts: processes, or threads of its own for the `local` backend."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.errors import DisaggError
 
 STOP_S = 15.0
-"""How long a thread that is told to stop may take."""
+"""How long a stopped thread may take."""
 TAIL_LINES = 15
 _ADDRESSES = re.compile(r"address=(\S+) driver=(\S+) ")
 
 
 class RankDied(DisaggError):
-    """A rank ended, or could not start; the message has its exit status and its last output."""
+    """Has the exit status and the last output."""
 
 
 class StartedRank(Protocol):
-    """A rank that this driver started. It must be up within a time limit, and must end within the same when that is due."""
+    """A rank that this driver started."""
 
     name: str
 
     def addresses(self) -> tuple[str, str]:
-        """Wait for its control address and its driver address. Raises `RankDied`."""
+        """The control address and the driver address, once it is up. Raises `RankDied`."""
 
     def check(self) -> None:
         """Raises `RankDied` if it has ended."""
 
     def end(self, *, until: float) -> None:
-        """Wait until it has ended, and kill it if it still runs. Raises `RankDied` if it did, or its exit status is not 0."""
+        """Wait for its end, and kill it if it is late. Raises `RankDied` then, or if its exit status is not 0."""
 
     def kill(self) -> None:
         """End it at once."""
@@ -55,7 +55,7 @@ def _not_up(name: str, timeout_s: float) -> str:
 
 
 class RankProcess:
-    """A process of one or several ranks of one instance. It ends with this process, because its standard input ends."""
+    """Runs one or several ranks of an instance. It ends with this process, because its standard input ends."""
 
     def __init__(self, configs: Sequence[RankConfig], *, timeout_s: float) -> None:
         self.name = ", ".join(f"{config.name}/{config.rank}" for config in configs)
@@ -68,7 +68,6 @@ class RankProcess:
         self._process = ChildProcess(command, errors=self._errors)
 
     def addresses(self, config: RankConfig) -> tuple[str, str]:
-        """Wait for the addresses that one of its ranks reports. Raises `RankDied`."""
         begins = f"{config.name} rank {config.rank} of "
         while True:
             found = next((_ADDRESSES.search(line) for line in self._lines if line.startswith(begins)), None)
@@ -101,7 +100,6 @@ class RankProcess:
         self._errors.close()
 
     def _tail(self) -> str:
-        """The last lines of its standard error, each on its own line."""
         if self._errors.closed:
             return ""
         self._errors.seek(0)
@@ -110,7 +108,7 @@ class RankProcess:
 
 
 class ProcessRank:
-    """One rank of a process; all of a process's ranks end together."""
+    """All ranks of a process end together."""
 
     def __init__(self, process: RankProcess, config: RankConfig) -> None:
         self.name = f"{config.name}/{config.rank}"
@@ -131,7 +129,7 @@ class ProcessRank:
 
 
 class RankThread:
-    """A rank in a thread of this process, because the `local` backend cannot reach other processes."""
+    """The `local` backend cannot reach other processes."""
 
     def __init__(self, config: RankConfig, *, timeout_s: float) -> None:
         self.name = f"{config.name}/{config.rank}"
@@ -183,7 +181,7 @@ class RankThread:
 
 
 def start(configs: Sequence[RankConfig], *, timeout_s: float) -> list[StartedRank]:
-    """Start all ranks at once; if one fails to start, kill the others."""
+    """If one fails to start, kill the others."""
     started: list[StartedRank] = []
     with ExitStack() as undo:
         for config in configs:
@@ -199,7 +197,7 @@ def start(configs: Sequence[RankConfig], *, timeout_s: float) -> list[StartedRan
 
 
 def start_together(instances: Sequence[Sequence[RankConfig]], *, timeout_s: float) -> list[list[StartedRank]]:
-    """Start the ranks of each instance in one process, in which they share a GPU; the first of each is the leader."""
+    """One process per instance; the first rank of each is the leader."""
     started: list[list[StartedRank]] = []
     with ExitStack() as undo:
         for configs in instances:

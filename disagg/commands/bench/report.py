@@ -25,7 +25,7 @@ STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 
 class RequestTimes(NamedTuple):
     """A request that succeeded. `latency_s`: from its first `send` to its last success; `queued_s`: from its arrival to that
-    `send`. `phases`: the seconds of each phase, which add up to the latency.
+    `send`. The seconds of `phases` add up to the latency.
     """
 
     number: int
@@ -35,15 +35,14 @@ class RequestTimes(NamedTuple):
 
     @property
     def added_s(self) -> float:
-        """From its arrival to its last success: what the transfer adds to the time to the first token."""
+        """What the transfer adds to the time to the first token."""
         return self.queued_s + self.latency_s
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of a case, in seconds and bytes. `requests` are those that succeeded.
-
-    `seconds`: by stage, of the rank that spent most in it; `problem` is empty if every byte was correct.
+    """One run of a case. `requests`: those that succeeded. `seconds`: by stage, of the rank that spent most in it.
+    `problem`: empty if every byte was correct.
     """
 
     total_s: float
@@ -56,7 +55,7 @@ class Sample:
 
     @classmethod
     def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
-        """The run that the reports of all ranks describe, all on one clock."""
+        """All reports must be on one clock."""
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
         lasts: dict[int, Result] = {}
@@ -93,8 +92,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Alone:
-    """The same bytes without the library: GB/s and CPU seconds of the engine with one block per pair of ranks; GB/s of a copy
-    in memory by one thread, and of the system mechanism below the transport.
+    """GB/s and CPU seconds without the library: of the engine with one block per pair of ranks, of a copy in memory by one
+    thread, and of the system mechanism below the transport.
     """
 
     gbps: float
@@ -104,7 +103,6 @@ class Alone:
 
     @classmethod
     def median(cls, found: Sequence[Self]) -> Self | None:
-        """The median of each figure; `None` if there are none."""
         if not found:
             return None
         raw = [each.raw_gbps for each in found if each.raw_gbps is not None]
@@ -117,10 +115,10 @@ class Alone:
 
 
 def mechanism_of(about: Description) -> Raw | None:
-    """The system mechanism below a rank's transport, if programs can use it without the engine."""
+    """`None` if programs cannot use the mechanism without the engine."""
     if about.backend == "local" or about.device != "cpu":
         return None
-    if about.transport.removeprefix("cma: ").startswith("shm"):  # the prefix is that of `auto`
+    if about.transport.removeprefix("cma: ").startswith("shm"):  # the prefix of `auto`
         return Raw.WRITEV
     return Raw.SOCKET if about.transport.startswith("tcp") else None
 
@@ -130,7 +128,7 @@ def _succeeded(report: RunReport) -> Iterator[Result]:
 
 
 class MedianRequest(msgspec.Struct, frozen=True):
-    """The request of all runs whose latency is the median. Runs are counted from 1, the requests of a run from 0."""
+    """The request with the median latency. Runs are counted from 1, the requests of a run from 0."""
 
     run: int
     request: int
@@ -141,26 +139,20 @@ class Row(msgspec.Struct, frozen=True):
     """One case, as a row of the table and of the JSON. Figures that were not measured are `None`.
 
     * `tokens`: of each request. If lengths differ, those of the longest, and `shortest_tokens` those of the shortest.
-    * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, from the first `send` to the last success of the
-      median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
+    * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, which is from the first `send` to the last
+      success of the median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of
+      instances.
     * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
-    * `latency_ms`: over all requests of all runs (`count`), from the first `send` to the last success: `min`, `mean`, `p50`,
-      `p90`, `p99`, `p99.9`, `max`. Percentiles are those of the nearest rank, so that each is the time of a request.
-    * `median`: the request whose latency is the p50. `phases`: the seconds of its phases (`disagg.core.timeline`), which add up
-      to that.
+    * `latency_ms`: over all requests of all runs (`count`), from the first `send` to the last success. Percentiles are of
+      the nearest rank. `median`: the request with the p50; `phases`: its seconds by phase (`disagg.core.timeline`).
     * `arrivals`: how requests arrive, `per_s` of them a second. Unless they arrive together, `queue_ms` is the time from a
-      request's arrival to its first `send`, and `added_ms` to its last success: what the transfer adds to the time to the first
-      token.
-    * `ceiling_gbps`: the engine alone, with one block per pair of ranks; `ratio`: `gbps` as a share of it, if requests arrive
-      together. `raw_gbps`: the
-      system mechanism `raw` with the same blocks. `memcpy_gbps`: one thread.
-    * `verified`: every byte was right; if not, `problem` says where. `ending`: what went wrong when the ranks were to end; for
-      instance, one had to be killed.
-    * `core_s_per_gb`: CPU seconds of all ranks' processes per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling.
-      Where cores are the limit, their quotient bounds `ratio`. `cpu_percent`: what the ranks' processes use of the CPU in the
-      median run, where 100 is one core.
-    * `environment`: when and where it was measured, and what else ran then.
-    * `ways`: bytes by path. `thresholds`: if `pack_below` is `None`, the packing thresholds of the pairs of ranks, by origin.
+      request's arrival to its first `send`, and `added_ms` to its last success.
+    * `ceiling_gbps`: the engine alone, with one block per pair of ranks; `ratio`: `gbps` as a share of it, if requests
+      arrive together. `raw_gbps`: the system mechanism `raw` with the same blocks. `memcpy_gbps`: one thread.
+    * `problem`: where a byte was wrong. `ending`: what went wrong when the ranks were to end.
+    * `core_s_per_gb`: CPU seconds of all ranks per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling. Where
+      cores are the limit, their quotient bounds `ratio`. `cpu_percent`: of the median run; 100 is one core.
+    * `ways`: bytes by path. `thresholds`: if `pack_below` is `None`, the packing thresholds, by origin.
     """
 
     backend: str
@@ -211,7 +203,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def lengths(self) -> str:
-        """The tokens of the requests: `512`, or `101-3250`."""
+        """Such as `512`, or `101-3250`."""
         return str(self.tokens) if self.shortest_tokens is None else f"{self.shortest_tokens}-{self.tokens}"
 
 
@@ -224,7 +216,6 @@ def summarise(
     samples: Sequence[Sample],
     alone: Alone | None,
 ) -> Row:
-    """The row of a case's runs."""
     runs = dict(enumerate(samples, 1))
     good = {run: sample for run, sample in runs.items() if not sample.problem} or runs
     median = sorted(good.values(), key=lambda sample: sample.total_s)[_place(50, len(good))]
@@ -286,12 +277,12 @@ def summarise(
 
 
 def _place(percent: float, count: int) -> int:
-    """Where the percentile, of at most one decimal, is among `count` sorted values, by the nearest rank."""
+    """The index among `count` sorted values, by the nearest rank. `percent` has at most one decimal."""
     return -(-round(10 * percent) * count // 1000) - 1
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:
-    """The least, the mean, the percentiles and the largest, in ms."""
+    """The result is in ms."""
     found = sorted(1e3 * each for each in seconds) or [0.0]
     percentiles = {f"p{percent:g}": found[_place(percent, len(found))] for percent in (50, 90, 99, 99.9)}
     return {"min": found[0], "mean": statistics.fmean(found), **percentiles, "max": found[-1]}
@@ -310,12 +301,11 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> bytes:
-    """The rows as indented JSON."""
     return indented_json(list(rows))
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """The rows as CSV with a header. A column has the name of a value in the JSON, such as `latency_ms.p50`."""
+    """A column is named after a value in the JSON, such as `latency_ms.p50`."""
     flat = [dict(_flat(msgspec.to_builtins(row))) for row in rows]
     target = io.StringIO()
     writer = csv.DictWriter(target, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
@@ -325,7 +315,6 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by their paths; lists as words with spaces between them."""
     for name, value in found.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -344,11 +333,10 @@ LEGEND = (
     "alone, with one block for each pair of ranks; ratio: GB/s as a share of it. CPU %: 100 is one core. ended: whether the "
     "ranks ended by themselves. (inferred): the engine does not say which transport it uses."
 )
-"""Explains columns of the table whose names do not."""
+"""Explains columns whose names do not."""
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as the table's columns."""
     return (
         row.backend,
         row.transport,
@@ -372,7 +360,6 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def problems_of(row: Row) -> Iterator[str]:
-    """A sentence for each thing that went wrong."""
     case = f"{row.backend}, {row.prefill} -> {row.decode}"
     if not row.verified:
         yield f"{case}: not verified: {row.problem}"
@@ -384,7 +371,6 @@ RIGHT = {name for name in COLUMNS[COLUMNS.index("bytes") : COLUMNS.index("verifi
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A header and one line per row."""
     return plain_table(COLUMNS, map(cells, rows), right=RIGHT)
 
 
@@ -396,12 +382,12 @@ LATENCY_COLUMNS = (
 
 
 def latency_table(rows: Sequence[Row]) -> Table:
-    """A header and one line per row, with the spread of its latencies in place of rates."""
+    """Shows the spread of latencies in place of rates."""
     return plain_table(LATENCY_COLUMNS, map(latency_cells, rows), right=set(LATENCY_COLUMNS[8:17]) | {"tokens", "bytes"})
 
 
 def latency_cells(row: Row) -> tuple[str, ...]:
-    """A row as the columns of `latency_table`; `bytes` are those of a request."""
+    """`bytes` are those of a request."""
     times = (row.latency_ms[name] for name in ("min", "mean", "p50", "p90", "p99", "p99.9", "max"))
     per_request, last = size(row.bytes // row.requests), cells(row)[-3:]
     case = (row.backend, row.transport, row.model, row.lengths, per_request, row.prefill, row.decode, row.way, str(row.count))
@@ -412,13 +398,12 @@ PHASES_COLUMNS = ("backend", "transport", "prefill", "decode", "way", "run", "re
 
 
 def phases_table(rows: Sequence[Row]) -> Table | None:
-    """For each row with requests that succeeded, the phases of the median one."""
+    """`None` if no request succeeded."""
     found = [cells for row in rows for cells in phases_cells(row)]
     return plain_table(PHASES_COLUMNS, found, right=PHASES_COLUMNS[5:]) if found else None
 
 
 def phases_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """A row as a line of `phases_table`; none if no request succeeded."""
     if row.phases:
         which = tuple(map(str, msgspec.structs.astuple(row.median))) if row.median else ("",) * 3
         figures = [*(row.phases[phase] for phase in PHASES), sum(row.phases.values())]
@@ -438,13 +423,12 @@ PACED_COLUMNS = ("prefill", "decode", "arrivals", "per s", "queue p50 ms", "queu
 
 
 def paced_table(rows: Sequence[Row]) -> Table | None:
-    """For requests that do not arrive together, what the transfers add to the time to the first token."""
+    """Only for rows whose requests do not arrive together."""
     paced = [paced_cells(row) for row in rows if row.added_ms is not None]
     return plain_table(PACED_COLUMNS, paced, right=PACED_COLUMNS[3:]) if paced else None
 
 
 def paced_cells(row: Row) -> tuple[str, ...]:
-    """A row whose requests do not arrive together as the columns of `paced_table`."""
     figures = [each[name] for each in (row.queue_ms, row.added_ms) if each is not None for name in ("p50", "p99")]
     per_s = "-" if row.per_s is None else f"{row.per_s:.1f}"
     return (row.prefill, row.decode, row.arrivals, per_s, *(f"{figure:.1f}" for figure in figures))

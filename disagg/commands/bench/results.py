@@ -33,15 +33,11 @@ from disagg.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Results:
-    """The rows so far, and the last run of each case."""
-
     rows: list[Row] = field(default_factory=list)
     runs: list[CaseRun] = field(default_factory=list)
 
 
 class Files(NamedTuple):
-    """The files to write, each if it is given."""
-
     json: Path | None
     plot: Path | None
     html: Path | None
@@ -49,7 +45,7 @@ class Files(NamedTuple):
     csv: Path | None = None
 
     def check(self) -> None:
-        """Check before measuring that they can be written. Raises `ConfigError` if not."""
+        """Raises `ConfigError` before measuring if a file cannot be written."""
         for picture in filter(None, (self.plot, self.html and self.html.with_suffix(".svg"))):
             check_plot(picture)
         for file in filter(None, self):
@@ -57,7 +53,7 @@ class Files(NamedTuple):
                 raise ConfigError(f"{file}: there is no folder {file.parent}")
 
     def write(self, results: Results) -> None:
-        """Write all of them, even if one cannot be written. Raises `OSError`."""
+        """Writes the others even if one cannot be written. Raises `OSError`."""
         with ExitStack() as all_of_them:
             if self.timeline is not None:
                 all_of_them.callback(write_timeline, self.timeline, results.runs)
@@ -73,9 +69,7 @@ class Files(NamedTuple):
 
 @contextmanager
 def results_to(files: Files) -> Iterator[Results]:
-    """Results that are written to `files` at the end of the block, however it ends: a case that fails, or an interrupt, does
-    not cost the results of the cases before it.
-    """
+    """Written however the block ends: a failed case does not cost those before it."""
     results = Results()
     try:
         yield results
@@ -85,9 +79,7 @@ def results_to(files: Files) -> Iterator[Results]:
 
 
 def print_rows(rows: Sequence[Row], *, latency: bool = False) -> None:
-    """Print the results as tables, then a sentence for each thing that went wrong. With `latency` the first table has the
-    spread of latencies in place of rates.
-    """
+    """`latency`: the first table has the spread of latencies in place of rates."""
     console = Console()
     show(latency_table(rows) if latency else table(rows), console)
     if not latency:
@@ -102,7 +94,6 @@ def print_rows(rows: Sequence[Row], *, latency: bool = False) -> None:
 
 
 def print_problems(rows: Sequence[Row]) -> None:
-    """Print a sentence for each thing that went wrong."""
     for row in rows:
         for sentence in problems_of(row):
             print(sentence, file=sys.stderr)

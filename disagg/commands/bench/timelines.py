@@ -1,4 +1,4 @@
-"""Where the time of the requests of a run went, and a file of it for viewers of traces, such as Perfetto or speedscope."""
+"""Where the time of requests went, and a file of it for viewers such as Perfetto or speedscope."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from disagg.core.timeline import PHASES
 
 
 def phases_of(start: float, last: Result) -> dict[str, float]:
-    """The seconds of each phase of a request from its first `send` at `start` to the end of its last receive.
-
-    Only `wait` differs from the receiver's own timeline, which begins when that was opened.
+    """The seconds of each phase of a request, from its first `send` at `start`. Only `wait` differs from the receiver's own
+    timeline, which begins when that was opened.
     """
     phases = dict.fromkeys(PHASES, 0.0) | last.phases
     phases["wait"] = max(0.0, last.end - start - sum(seconds for name, seconds in phases.items() if name != "wait"))
@@ -24,7 +23,7 @@ def phases_of(start: float, last: Result) -> dict[str, float]:
 
 
 class RankRun(NamedTuple):
-    """What one rank did in a run. Its times are on the driver's clock."""
+    """Times are on the driver's clock."""
 
     rank: str
     direction: Direction
@@ -36,10 +35,7 @@ CaseRun = tuple[str, Sequence[RankRun]]
 
 
 def write_timeline(file: Path, runs: Iterable[CaseRun]) -> None:
-    """Write runs with their titles as JSON in Chrome's trace event format. Raises `OSError`.
-
-    A process of the trace is a rank, a thread a request of it.
-    """
+    """Chrome's trace event format: a process of the trace is a rank, a thread a request. Raises `OSError`."""
     ranks = [(title, rank) for title, run in runs for rank in run]
     zero = min((result.opened_at for _, rank in ranks for result in _opened(rank)), default=0.0)
     events: list[dict[str, Any]] = []
@@ -56,7 +52,7 @@ def _opened(run: RankRun) -> list[Result]:
 
 
 def _request(result: Result, direction: Direction, process: int, zero: float) -> Iterator[dict[str, Any]]:
-    """A request, and its phases inside it, in whole microseconds since `zero`, so that each ends where the next begins."""
+    """In whole microseconds since `zero`, so that each phase ends where the next begins."""
     ends = itertools.accumulate(result.phases.values(), initial=result.opened_at - zero)
     edges = [round(1e6 * seconds) for seconds in ends]
     same = {"ph": "X", "pid": process, "tid": result.number + 1}

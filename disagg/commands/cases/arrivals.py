@@ -1,4 +1,4 @@
-"""When a case's requests arrive, and how long each is: all together, at random, in bursts, or as a trace has recorded them."""
+"""When a case's requests arrive, and how long each is."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from disagg.core.errors import ConfigError
 
 Kind = Literal["together", "poisson", "burst"]
 BURST = 8
-"""Requests of a burst."""
+"""Number of requests."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One request of a trace in the JSONL format that Mooncake publishes: its arrival in ms, and the tokens of its prompt.
-    Other keys, such as `output_length` and `hash_ids`, are ignored.
-    """
+    """A request in Mooncake's JSONL format: arrival in ms, tokens of its prompt. Other keys are ignored."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -29,8 +27,8 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Arrivals:
-    """`times_s`: when each request arrives, in seconds after the start and in ascending order; empty: all at the start, as far
-    as the concurrency allows. `tokens`: the tokens of each request; empty: the case's.
+    """`times_s`: seconds after the start, ascending; empty: all at the start, as far as the concurrency allows. `tokens`: of
+    each request; empty: the case's.
     """
 
     name: str = "together"
@@ -39,7 +37,7 @@ class Arrivals:
 
     @property
     def per_s(self) -> float | None:
-        """Requests per second; `None` if all arrive together."""
+        """`None` if all arrive together."""
         last = self.times_s[-1] if self.times_s else 0.0
         return len(self.times_s) / last if last else None
 
@@ -48,8 +46,8 @@ TOGETHER = Arrivals()
 
 
 def generated(kind: Kind, *, requests: int, per_s: float | None, seed: int) -> Arrivals:
-    """`per_s` requests a second, at random (`poisson`), or `BURST` at a time at random. Raises `ConfigError` without a rate, or
-    with one that nothing uses.
+    """`poisson`: at random. `burst`: `BURST` at a time, at random. Raises `ConfigError` without a rate, or with an unused
+    one.
     """
     if kind == "together":
         if per_s is not None:
@@ -63,8 +61,8 @@ def generated(kind: Kind, *, requests: int, per_s: float | None, seed: int) -> A
 
 
 def read_trace(file: Path, *, requests: int | None, per_s: float | None) -> Arrivals:
-    """The first `requests` lines of a trace. With `per_s` the times are stretched to this mean rate. Raises `ConfigError` that
-    names the line, and `OSError`.
+    """The first `requests` lines of a trace, stretched to the mean rate `per_s`. Raises `ConfigError` that names the line,
+    and `OSError`.
     """
     lines = []
     for number, line in enumerate(_lines(file), 1):
@@ -82,7 +80,7 @@ def read_trace(file: Path, *, requests: int | None, per_s: float | None) -> Arri
 
 
 def _at_rate(times: npt.NDArray[np.float64], per_s: float | None) -> tuple[float, ...]:
-    """The times, stretched so that `per_s` requests arrive a second; unchanged for `None`, and if all are 0."""
+    """Unchanged for `None`, and if all times are 0."""
     if per_s is not None and times[-1] > 0:
         times = times * (len(times) / per_s / times[-1])
     return tuple(times.tolist())

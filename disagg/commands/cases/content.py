@@ -24,7 +24,7 @@ from disagg.testing.reference_numbers import convert, moderate
 
 
 class Content:
-    """The actual and expected contents of `pools`. Every request has different contents, so a mix-up is detected."""
+    """Requests differ in their contents, so a mix-up is detected."""
 
     def __init__(
         self, model: ModelSpec, side: Side, topology: Topology, pools: StagePools, memory: Memory | None = None
@@ -38,17 +38,16 @@ class Content:
         self._wanted: tuple[tuple[Item, ...], str | None, Bytes] | None = None
 
     def clear(self) -> None:
-        """Fill everything with the canary."""
         self._pools.arena.fill(CANARY)
         self._memory.push(self._pools.arena)
 
     def fill(self, items: Sequence[Item]) -> None:
-        """Write the contents of `items`, and the canary everywhere else."""
+        """The canary is written everywhere else."""
         self._write(self._pools.arena, items)
         self._memory.push(self._pools.arena)
 
     def flip_byte(self, item: Item) -> None:
-        """Flip the highest bit of the last element that the request has in this rank's first layer."""
+        """Flips the highest bit of the last element that the request has in this rank's first layer."""
         for state, role, _, view in self._tensors(self._pools.arena):
             _, row, offset = self._rank.entries(state, role, item)
             if len(row):
@@ -64,9 +63,7 @@ class Content:
         return start - first, stop - first
 
     def difference(self, items: Sequence[Item], *, kv: str | None = None) -> str | None:
-        """The first difference from `items` in their places and canary everywhere else, in words; `None` if equal. `kv`: the
-        dtype in which the sending side has K and V, if it has chosen one.
-        """
+        """The first difference from `items` in their places and canary everywhere else. `kv`: as in `Check`."""
         wanted, found = self._expected(tuple(items), kv), self._pools.arena
         self._memory.pull(found)
         if np.array_equal(_words(wanted), _words(found)):
@@ -77,7 +74,7 @@ class Content:
         return f"byte {int((wanted != found).argmax())} of the memory was written, but belongs to no tensor"
 
     def _expected(self, items: tuple[Item, ...], kv: str | None) -> Bytes:
-        """The expected memory. Cached, because every run of a case ends with the same."""
+        """Cached, because every run of a case ends with the same."""
         if self._wanted is None or self._wanted[:2] != (items, kv):
             wanted = np.empty_like(self._pools.arena)
             self._write(wanted, items, kv)
@@ -104,8 +101,7 @@ class Content:
                 view[row, offset] = content.view(view.dtype).reshape(len(entries), *view.shape[2:])
 
     def _runs(self, state: State, role: Role, itemsize: int) -> tuple[list[range], int]:
-        """The rows of one entry of a tensor that this rank holds, as runs of consecutive rows, and the bytes of each row, whose
-        elements have `itemsize`.
+        """The rows of a tensor's entry that this rank holds, as runs of consecutive rows, and the bytes of each.
 
         A row lies along the last axis, which no rank splits; the axes before it are numbered consecutively.
         """
@@ -119,7 +115,7 @@ class Content:
         return [range(int(run[0]) * below, (int(run[-1]) + 1) * below) for run in runs], nbytes
 
     def _tensors(self, arena: Bytes) -> Iterator[tuple[State, Role, int, Pool]]:
-        """Every tensor as a view of `arena`, `[row, token, *inner axes]` of unsigned integers; a slot has one token."""
+        """Every tensor as a view `[row, token, *inner axes]` of unsigned integers; a slot has one token."""
         for state in self.states:
             for layer, tensors in self._pools.tensors[state.name].items():
                 for role in state.roles:
@@ -142,12 +138,11 @@ class Content:
 
 
 def _words(arena: Bytes) -> Pool:
-    """The arena as the widest integers that divide it, which compare fastest."""
+    """The widest integers compare fastest."""
     return arena.view(np.uint64) if arena.nbytes % 8 == 0 else arena
 
 
 def _describe(state: State, tensor: str, ours: Pool, theirs: Pool, *, items: Sequence[Item]) -> str:
-    """The first difference of a tensor, in words."""
     differs = ours != theirs
     at = np.unravel_index(int(differs.argmax()), differs.shape)
     row, inner = int(at[0]), tuple(int(index) for index in at[1:])

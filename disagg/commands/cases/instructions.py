@@ -1,6 +1,5 @@
-"""Commands from a driver to a resident rank, and the replies: MessagePack of tagged types, one reply per command.
-
-Times are `time.monotonic()` of the rank's machine, in seconds; a driver compares clocks by `Description.now` and `boot_id`.
+"""Commands from a driver to a resident rank, and the replies: MessagePack of tagged types, one reply per command. Times are
+`time.monotonic()` of the rank's machine, in seconds; a driver compares clocks by `Description.now` and `boot_id`.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import msgspec
 
 
 class Fault(enum.Enum):
-    """A deliberate fault of a sending rank, to test that it is detected."""
+    """A deliberate fault of a sending rank."""
 
     BYTE = "byte"
-    """One byte of a request is wrong in the rank's memory."""
+    """One wrong byte in the rank's memory."""
     PAGES = "pages"
     """A request's first two pages are swapped."""
     KILL = "kill"
-    """The process is ended by SIGKILL once a run has begun."""
+    """SIGKILL once a run has begun."""
 
 
 class Direction(enum.Enum):
@@ -27,10 +26,9 @@ class Direction(enum.Enum):
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request on one rank. `needs`: the range of its `tokens` that this rank's memory must hold, by component.
-
-    `rows` are its pages, from the page with token `needs[0]` on, or its one slot or ring. `group` is the peer's group if this
-    rank receives. Every run has a new `request_id`. It arrives `arrival_s` seconds after the start of the run.
+    """One request on one rank. `needs`: the range of its `tokens` that this rank's memory must hold, by component. `rows`:
+    its pages, from the page with token `needs[0]` on, or its one slot or ring. `group`: the peer's, if this rank receives.
+    `arrival_s`: after the start of the run.
     """
 
     number: int
@@ -43,7 +41,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`nbytes` contiguous bytes, from an offset in this rank's arena to an address of rank `rank` of the peer."""
+    """From an offset in this rank's arena to an address of rank `rank` of the peer."""
 
     rank: int
     source_offset: int
@@ -56,27 +54,23 @@ class Command(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Describe(Command, frozen=True):
-    """Describe this rank."""
+    """Ask for `Description`."""
 
 
 class Peer(Command, frozen=True):
-    """Add a peer instance by its leader's control address, with the public key that the rank's settings have for it. Nothing
-    changes if it is configured at this address.
-    """
+    """Add a peer by its leader's control address, with the public key in the rank's settings."""
 
     name: str
     address: str
 
 
 class WaitReady(Command, frozen=True):
-    """Wait until every rank of the peer is ready."""
-
     name: str
     timeout_s: float
 
 
 class Fill(Command, frozen=True):
-    """Write the reference's contents of `items` to memory, and the canary everywhere else."""
+    """Write the reference's contents of `items`, and the canary everywhere else."""
 
     items: tuple[Item, ...]
     fault: Fault | None = None
@@ -87,10 +81,8 @@ class Clear(Command, frozen=True):
 
 
 class Start(Command, frozen=True):
-    """Begin to send or receive `items` in order, up to `window` at a time. The reply comes once the first have started.
-
-    A sender sends chunks of `chunk_tokens` tokens, or whole requests if it is 0. The rank waits until `at`, so that several
-    ranks start together.
+    """Send or receive `items` in order, up to `window` at a time, from the time `at`. The reply comes once the first have
+    started.
     """
 
     direction: Direction
@@ -108,8 +100,8 @@ class Collect(Command, frozen=True):
 
 
 class Check(Command, frozen=True):
-    """Compare the whole pools with the reference: `items` in their places, canary everywhere else. `kv`: the dtype in which the
-    sending side has K and V, if it has chosen one.
+    """Compare the whole pools with the reference. `kv`: the dtype in which the sending side has K and V, if it has chosen
+    one.
     """
 
     items: tuple[Item, ...]
@@ -117,7 +109,7 @@ class Check(Command, frozen=True):
 
 
 class Move(Command, frozen=True):
-    """Copy blocks to ranks of `peer`, all at once, with the engine alone; the rank waits until `at`."""
+    """Copy blocks, all at once, with the engine alone."""
 
     peer: str
     blocks: tuple[Block, ...]
@@ -126,7 +118,7 @@ class Move(Command, frozen=True):
 
 
 class Raw(enum.Enum):
-    """The operating system's mechanism below an engine's transport."""
+    """The system's mechanism below an engine's transport."""
 
     WRITEV = "process_vm_writev"
     SOCKET = "socket"
@@ -141,7 +133,7 @@ class Listen(Command, frozen=True):
 
 
 class MoveRaw(Command, frozen=True):
-    """Like `Move` without an engine: block `i` to process `pids[i]`, or to a socket as its block `numbers[i]`."""
+    """`Move` without an engine: block `i` to process `pids[i]`, or to a socket as its block `numbers[i]`."""
 
     blocks: tuple[Block, ...]
     timeout_s: float
@@ -153,17 +145,15 @@ class MoveRaw(Command, frozen=True):
 
 
 class ReadCpu(Command, frozen=True):
-    """Return the CPU time of the process."""
+    """Ask for `Cpu`."""
 
 
 class Memcpy(Command, frozen=True):
-    """Copy `nbytes` of this rank's memory with one thread."""
-
     nbytes: int
 
 
 class ReadHealth(Command, frozen=True):
-    """Return the manager's health."""
+    """Ask for `HealthReport`."""
 
 
 class Exit(Command, frozen=True):
@@ -198,15 +188,14 @@ class Done(Reply, frozen=True):
 
 
 class Failed(Reply, frozen=True):
-    """The command failed; the rank keeps running."""
+    """The rank goes on."""
 
     error: str
 
 
 class Description(Reply, frozen=True):
-    """A rank: the `rows` of its pools by component, its instance's layout `table`, the `placements` of its rows, and the
-    arena, which is the memory of all its pools. `thresholds` are the packing thresholds in bytes towards each connected rank,
-    by their origin.
+    """`rows`: of its pools, by component. `table`: its instance's layout. `arena`: address and bytes of all its pools.
+    `thresholds`: packing thresholds in bytes, by origin.
     """
 
     name: str
@@ -231,8 +220,8 @@ class Description(Reply, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one request ended on this rank. `start`: when the manager got it; `end`: when its event came. `queued_s`: how long
-    after its arrival the manager got it. `phases`: the seconds of each, from `opened_at` on (`disagg.core.timeline`).
+    """How one request ended on this rank. `start`: when the manager got it, `queued_s` after its arrival; `end`: when its
+    event came. `phases`: seconds, from `opened_at` on (`disagg.core.timeline`).
     """
 
     number: int
@@ -246,7 +235,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunReport(Reply, frozen=True):
-    """A run: one result per request, and the manager's counts: `ways` are bytes by path, `posts` descriptors for the engine."""
+    """`ways`: bytes by path. `posts`: descriptors for the engine."""
 
     results: tuple[Result, ...]
     nbytes: int
@@ -256,7 +245,7 @@ class RunReport(Reply, frozen=True):
 
 
 class Difference(Reply, frozen=True):
-    """The first difference of memory from the reference, in words; `None` if there is none."""
+    """The first difference of memory from the reference, in words."""
 
     where: str | None
 
@@ -269,25 +258,21 @@ class Moved(Reply, frozen=True):
 
 
 class Listening(Reply, frozen=True):
-    """The port that receives blocks."""
-
     port: int
 
 
 class Copied(Reply, frozen=True):
-    """The speed of a copy in memory, in GB/s (1e9)."""
-
     gbps: float
 
 
 class Cpu(Reply, frozen=True):
-    """CPU seconds of all threads since the process began."""
+    """Of all threads since the process began."""
 
     seconds: float
 
 
 class HealthReport(Reply, frozen=True):
-    """`KVManager.health` in words; `problem` is empty while all is well."""
+    """In words; `problem` is empty while all is well."""
 
     problem: str
     peers: dict[str, str]

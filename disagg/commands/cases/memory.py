@@ -1,4 +1,4 @@
-"""Memory of a rank's pools: host memory, or GPU memory with a copy in host memory that is pushed and pulled."""
+"""Memory of a rank's pools: host memory, or GPU memory with a mirror in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Memory(Protocol):
     """Memory with the same bytes at the same offsets as an array in host memory, its mirror."""
 
     def place(self, mirror: Bytes) -> tuple[int, Device]:
-        """The address and device of memory of the mirror's size."""
+        """Address and device of memory of the mirror's size."""
 
     def push(self, mirror: Bytes) -> None:
         """Copy the mirror to the memory."""
@@ -28,7 +28,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Host memory: the mirror itself, so `push` and `pull` copy nothing."""
+    """The mirror itself."""
 
     def place(self, mirror: Bytes) -> tuple[int, Device]:
         return int(mirror.__array_interface__["data"][0]), Device()
@@ -41,7 +41,7 @@ class HostMemory:
 
 
 class GpuMemory:
-    """One allocation by torch on GPU `ordinal`. Raises `BackendUnavailable` without torch, or if there is no such GPU."""
+    """Allocated by torch. Raises `BackendUnavailable` without torch or that GPU."""
 
     def __init__(self, ordinal: int) -> None:
         try:
@@ -69,6 +69,6 @@ class GpuMemory:
 
 
 def memory_on(device: str) -> Memory:
-    """Memory on `cpu`, `cuda` or `cuda:N`. Raises `ConfigError` for anything else, and as `GpuMemory` does."""
+    """`cpu`, `cuda` or `cuda:N`. Raises `ConfigError` for anything else, and as `GpuMemory` does."""
     found = Device.parse(device)
     return HostMemory() if found.kind == "cpu" else GpuMemory(found.index)

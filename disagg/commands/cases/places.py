@@ -1,6 +1,5 @@
-"""The tokens of a request that a rank holds, the rows they are in, and the library's types for these rows.
-
-Ownership follows the formulas of models and servers, as in the reference. It does not use the library's plans.
+"""The tokens of a request that a rank holds, and the rows they are in, by the formulas of models and servers and not by the
+library's plans.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ WHOLE = ("dim", "width", "byte", "state", "head_dim", "key_dim", "value_dim")
 
 
 def streams(state: State) -> bool:
-    """Whether rows are sent in chunks as they are computed; windows, rings and slots are sent at the end of a request."""
+    """Rows are sent in chunks as they are computed; windows, rings and slots are sent at the end of a request."""
     return state.rows == "pages" and state.window is None and state.ring is None
 
 
 def rows_of(state: State, item: Item) -> Rows:
-    """An item's rows of one state, in the library's types."""
+    """In the library's types."""
     ids, need = item.rows[state.name], item.needs[state.name]
     if state.rows == "slot":
         return Slot(ids[0])
@@ -51,32 +50,31 @@ class RankPlace:
 
     @property
     def place(self) -> Place:
-        """The rank's place in the reference's terms."""
+        """In the reference's terms."""
         t = self.topology
         return Place(tp=t.tp, tp_rank=t.tp_rank, ep=t.ep, cp=t.cp, cp_rank=t.cp_rank, context=self.side.context_kind)
 
     def tokens(self, num_tokens: int) -> Ints:
-        """The tokens of a request that this rank's pages hold, in memory order."""
+        """Tokens of a request in this rank's pages, in memory order."""
         t = self.topology
         kind = self.side.context_kind
         rank = KVRank(layers=(), page_size=self.side.page, num_pages=1, cp=t.cp, cp_rank=t.cp_rank, context=kind)
         return reference.tokens_of(rank, num_tokens)
 
     def page_range(self, state: State, num_tokens: int, tokens: tuple[int, int]) -> tuple[int, int]:
-        """The range `[start, stop)` of the rank's pages of a request that hold its tokens of a range."""
+        """The range `[start, stop)` of the request's pages on this rank that hold its tokens of a range."""
         mine, size = self.tokens(num_tokens), state.page_tokens(self.side.page)
         before, until = (int((mine < token).sum()) for token in tokens)
         return before // size, max(-(-until // size), before // size)
 
     def num_rows(self, state: State, num_tokens: int, need: tuple[int, int]) -> int:
-        """The number of rows that a request has in a state's pool on this rank."""
         if state.rows == "slot" or state.ring is not None:
             return 1
         start, stop = self.page_range(state, num_tokens, need)
         return stop - start
 
     def entries(self, state: State, role: Role, item: Item) -> tuple[Ints, Ints, Ints]:
-        """An item's entries of one tensor on this rank: global entry numbers, and the row and offset of each."""
+        """Global numbers of an item's entries of one tensor on this rank, and the row and offset of each."""
         ids, (start, stop) = np.asarray(item.rows[state.name], dtype=np.int64), item.needs[state.name]
         if state.rows == "slot":
             zero = np.zeros(1, dtype=np.int64)
@@ -93,7 +91,7 @@ class RankPlace:
 
 
 def global_axis(state: State, role: Role, axis: str) -> GlobalAxis:
-    """An axis of a tensor with its ownership. Raises `ConfigError` for an axis that the reference does not know."""
+    """Raises `ConfigError` for an axis that the reference does not know."""
     size = role.inner[axis].size
     if axis in ("kv_head", "head"):
         return per_head(size)
@@ -105,7 +103,7 @@ def global_axis(state: State, role: Role, axis: str) -> GlobalAxis:
 
 
 def _channels(state: State, role: Role, size: int) -> GlobalAxis:
-    """The channels of a convolution. The sizes of the temporal state determine its parts."""
+    """The sizes of the temporal state determine the parts of a convolution's channels."""
     match {axis: inner.size for axis, inner in state.role("temporal").inner.items()}:
         case {"head": heads, "key_dim": key_dim, "value_dim": value_dim}:  # GDN, KDA: q, k, v
             keys = Part((size - heads * value_dim) // 2 // key_dim, key_dim)

@@ -17,10 +17,10 @@ from disagg.testing.reference import Context
 from disagg.testing.token_rules import token_rule
 
 CONTEXTS = {"tokens": Context.TOKENS_IN_TURN, "pages": Context.PAGES_IN_TURN, "blocks": Context.PAGE_BLOCKS}
-"""How context-parallel ranks divide a request's tokens: round robin by token or by page, or in blocks of pages."""
+"""How context-parallel ranks divide tokens: round robin by token or by page, or in blocks of pages."""
 
 NUMBERS = ("k", "v", "latent")
-"""The roles whose dtype a side may choose."""
+"""Roles whose dtype a side may choose."""
 
 
 def _number(text: str) -> int:
@@ -47,8 +47,8 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One instance: parallel sizes, tokens per page, axis order of pages, and optionally the layers of every stage. `kv`: the
-    dtype of K and V or latents, with scale 1. If both sides have one, they may differ, and the numbers are converted.
+    """One instance. `page`: tokens per page. `layout`: axis order of pages. `layers`: of every stage. `kv`: the dtype of K
+    and V or latents, with scale 1; numbers are converted if the sides' differ.
     """
 
     tp: int = 1
@@ -69,12 +69,10 @@ class Side:
 
     @classmethod
     def parse(cls, text: str) -> Side:
-        """The side that `text` describes, with defaults for missing keys.
+        """Raises `ConfigError` that quotes `text`.
 
-        Raises `ConfigError` that quotes `text` for an unknown key, a repeated key, or an invalid value.
-
-            >>> Side.parse("tp=4,page=64")
-            Side(tp=4, pp=1, dp=1, cp=1, ep=1, page=64, layout='nhd', context='tokens', layers=None, kv=None)
+        >>> Side.parse("tp=4,page=64")
+        Side(tp=4, pp=1, dp=1, cp=1, ep=1, page=64, layout='nhd', context='tokens', layers=None, kv=None)
         """
         found: dict[str, int | str | tuple[int, ...]] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -93,17 +91,16 @@ class Side:
             raise ConfigError(f"side {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        """A text that `parse` reads as this side: `tp` and `page`, and every other value that is not the default."""
+        """A text that `parse` reads as this side: `tp`, `page`, and what is not the default."""
         shown = [f for f in fields(self) if f.name in ("tp", "page") or getattr(self, f.name) != f.default]
         values = {f.name: getattr(self, f.name) for f in shown}
         return ",".join(f"{k}={'+'.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in values.items())
 
     def topology(self, rank: int = 0) -> Topology:
-        """The instance's topology at `rank`."""
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep).at(rank)
 
     def model(self, name: str, *, num_layers: int | None = None) -> ModelSpec:
-        """The model of that name (`load_model`), with this side's KV."""
+        """With this side's KV."""
         spec = load_model(name, num_layers=num_layers, kv_dtype=self.kv)
         return spec if self.kv is None else replace(spec, states=tuple(_with_scales(state) for state in spec.states))
 
@@ -113,15 +110,15 @@ class Side:
 
     @property
     def context_kind(self) -> Context:
-        """How tokens are divided, in the reference's terms."""
+        """In the reference's terms."""
         return CONTEXTS[self.context] if self.cp > 1 else Context.WHOLE
 
     def tokens(self, rank: Topology) -> Owned:
-        """The tokens that a rank owns, in the library's types."""
+        """In the library's types."""
         return token_rule(self.context_kind, self.page)(rank)
 
     def pool_shape(self, num_pages: int, *, num_slots: int = 8, rows: Mapping[str, int] | None = None) -> PoolShape:
-        """The shape of each rank's pools of `num_pages` pages and `num_slots` slots; `rows` overrides both by component."""
+        """`rows` overrides both numbers by component."""
         return PoolShape(
             page_size=self.page,
             num_pages=num_pages,

@@ -1,4 +1,4 @@
-"""A benchmark case: its requests, the rows of each on each side, and the bytes between every pair of ranks."""
+"""A benchmark case: its requests, their rows on each side, and the bytes between every pair of ranks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from disagg.protocol.messages import Verify
 from disagg.state.declare import State
 
 SPARE_ROWS = 3
-"""Unused pages or slots in every pool, which must stay untouched."""
+"""Unused rows in every pool, which must stay untouched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One line of the result: what to run, and how often. The decode side already has the first `prefix_hit` tokens.
+    """What to run, and how often. The decode side already has the first `prefix_hit` tokens.
 
-    Each rank has up to `concurrency` requests in flight. `chunk_tokens` 0 sends whole requests. Pieces below `pack_below`
-    bytes travel packed (`None`: the engine's threshold). Page ids come in runs of `run_pages` consecutive ones. `warm_up` runs
-    are not counted; then come `repeat` runs, or with `duration_s` those that begin in that time and one more. `ceiling`: also
-    measure the engine alone and the system alone. `devices`: the NICs of every rank's engine; none: it chooses.
+    Each rank has up to `concurrency` requests in flight. `chunk_tokens` 0 sends whole requests. `pack_below`: `None` is the
+    engine's threshold. Page ids come in runs of `run_pages` consecutive ones. `warm_up` runs are not counted; then come
+    `repeat` runs, or with `duration_s` those that begin in that time and one more. `ceiling`: also measure the engine and
+    the system alone. `devices`: the NICs of every rank's engine; empty: its choice.
     """
 
     backend: str
@@ -93,26 +93,24 @@ class Case:
 
     @property
     def shortest_tokens(self) -> int:
-        """The tokens of the shortest request."""
         return min(self.arrivals.tokens or (self.tokens,))
 
     def tokens_of(self, number: int) -> int:
-        """The tokens of a request."""
         return self.arrivals.tokens[number] if self.arrivals.tokens else self.tokens
 
     def arrival_of(self, number: int) -> float:
-        """When a request arrives, in seconds after the start."""
+        """In seconds after the start."""
         return self.arrivals.times_s[number] if self.arrivals.times_s else 0.0
 
 
 def rows_needed(state: State, side: Side, case: Case, *, prefix: int) -> int:
-    """Rows of one state that every rank of a side needs for its requests of the case, including `SPARE_ROWS`."""
+    """For every rank of a side, including `SPARE_ROWS`."""
     shares = _shares(state, side, case, prefix)
     return max(sum(shares[first :: side.dp]) for first in range(side.dp)) + SPARE_ROWS
 
 
 def _shares(state: State, side: Side, case: Case, prefix: int) -> list[int]:
-    """The rows of each request, the same on all ranks of a group."""
+    """By request; the same on all ranks of a group."""
     by_tokens: dict[int, int] = {}
     for tokens in {case.tokens_of(number) for number in range(case.requests)}:
         need = state.needed(tokens, prefix=prefix)
@@ -125,9 +123,8 @@ def items_of(
     spec: ModelSpec, side: Side, peer: Side, case: Case, *, name: str, pools: Mapping[str, int], prefix: int
 ) -> list[tuple[Item, ...]]:
     """Every rank's requests: group `i mod dp` of each side serves request `i`, in random rows that are the same on all ranks
-    of a group. `pools` are the rows of each component's pool; the first `prefix` tokens are not needed.
-
-    Raises `ConfigError` if a pool is too small.
+    of a group. `pools`: rows of each component. The first `prefix` tokens are not needed. Raises `ConfigError` if a pool is
+    too small.
     """
     for state in spec.states:
         needed = rows_needed(state, side, case, prefix=prefix)
@@ -155,7 +152,7 @@ def _items_of_rank(
     prefix: int,
     groups: int,
 ) -> Iterator[Item]:
-    """One rank's requests, which take the rows of each order one after the other."""
+    """Requests take the rows of each order one after the other."""
     used = dict.fromkeys(shares, 0)
     for number in range(place.topology.dp_rank, case.requests, place.side.dp):
         tokens = case.tokens_of(number)
@@ -171,7 +168,7 @@ def _items_of_rank(
 
 
 def _order(seed: str, count: int, run: int) -> list[int]:
-    """The numbers below `count` in an order that depends on `seed`; runs of `run` consecutive numbers stay together."""
+    """The numbers below `count`, shuffled in runs of `run` consecutive ones."""
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
     starts = np.random.default_rng(number).permutation(-(-count // run)) * run
     order: list[int] = [start + i for start in starts.tolist() for i in range(run) if start + i < count]
@@ -183,8 +180,8 @@ def _order(seed: str, count: int, run: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plans of a case: bytes by (source rank, destination rank), and the number of pieces with neighbours joined, which
-    are the descriptors if no piece is packed. `plan_s` is the time for electing writers and planning.
+    """`nbytes`: by (source rank, destination rank). `pieces`: with neighbours joined, the descriptors if nothing is packed.
+    `plan_s`: for electing writers and planning.
     """
 
     nbytes: Mapping[tuple[int, int], int]
@@ -200,7 +197,7 @@ def planned(
     sent: Sequence[Sequence[Item]],
     received: Sequence[Sequence[Item]],
 ) -> Planned:
-    """Plans between all ranks, bound to whole requests (chunks would split some pieces)."""
+    """For whole requests; chunks would split some pieces."""
     tables = LayoutTable.decode(sources[0].table), LayoutTable.decode(destinations[0].table)
     placed = [[decode_placements(about.placements) for about in side] for side in (sources, destinations)]
     began = time.perf_counter()
@@ -227,7 +224,7 @@ def planned(
 
 
 def _sizes(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item | None) -> Iterator[tuple[int, int]]:
-    """The bytes and pieces of one request between a pair of ranks, by component; none if only one of them serves it."""
+    """Bytes and pieces of one request between two ranks, by component."""
     if destination is None:
         return
     for name, component in plan.components.items():
@@ -245,11 +242,11 @@ def _sizes(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item 
 def blocks_of(
     pairs: Mapping[tuple[int, int], int], sources: Sequence[Description], destinations: Sequence[Description]
 ) -> dict[int, tuple[Block, ...]]:
-    """The bytes of each pair of ranks as one contiguous block, by source rank.
+    """The bytes of each pair of ranks as contiguous blocks, by source rank.
 
-    Blocks follow each other in both arenas. A source that writes the same bytes to several replicas, or larger numbers than it
-    has, may send more than its memory holds: what does not fit begins again at its start. Raises `DisaggError` if the bytes of
-    a pair are more than the destination's arena.
+    Blocks follow each other in both arenas. A source that writes to several replicas, or converts to larger numbers, may
+    send more than its memory holds, and begins again at its start. Raises `DisaggError` if the bytes do not fit into the
+    destination's arena.
     """
     ours, theirs = dict.fromkeys(range(len(sources)), 0), dict.fromkeys(range(len(destinations)), 0)
     blocks: dict[int, list[Block]] = {}
@@ -270,7 +267,7 @@ def blocks_of(
 
 
 def check_rank(case: Case, spec: ModelSpec, side: Side, found: Description) -> None:
-    """Check that a running rank matches the case. Raises `ConfigError` with both values if not."""
+    """Raises `ConfigError` if a running rank does not match the case."""
     for what, expected, has in (
         ("model", f"{spec.name} with {spec.num_layers} layers", f"{found.model} with {found.num_layers} layers"),
         ("side", str(side), found.side),

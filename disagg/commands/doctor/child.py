@@ -1,10 +1,7 @@
 """Tasks that `disagg doctor` runs in a child process, because they may hang or crash.
 
-`python -m disagg.commands.doctor.child TASK ...`
-
-Each task writes lines of JSON. `owner` and `writer` are the two ends of an engine on loopback; `byte` and `copy` are the two
-ends of a copy between processes. The second task of each pair reads the first one's line. `owner` and `byte` end when their
-standard input ends.
+Each task writes lines of JSON. `owner` and `writer` are the two ends of an engine, `byte` and `copy` those of a copy between
+processes: the second of a pair reads the first one's line. `owner` and `byte` end with their standard input.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ def _report(**found: Any) -> None:
 
 @contextlib.contextmanager
 def _started(name: str) -> Iterator[tuple[Backend, int]]:
-    """An engine with a registered buffer, and the buffer's address."""
+    """An engine, and the address of its registered buffer."""
     backend = backends.load(name, BackendOptions())
     try:
         buffer = np.ones(BUFFER_NBYTES, dtype=np.uint8)
@@ -63,7 +60,7 @@ def owner(name: str) -> None:
 
 
 def writer(name: str) -> None:
-    """Write to the buffer described on standard input; report the transport, the speed and the latency."""
+    """Reports the transport, the speed and the latency of writes to the buffer described on standard input."""
     with _started(name) as (backend, address):
         target = json.loads(sys.stdin.readline())
         process = ProcessWatch.attest(target["process"])
@@ -80,7 +77,7 @@ def writer(name: str) -> None:
 
 
 def _rounds(spend_s: float) -> Iterator[None]:
-    """At least three rounds, and more until `spend_s` has passed."""
+    """At least three rounds."""
     stop, rounds = time.perf_counter() + spend_s, 0
     while rounds < 3 or time.perf_counter() < stop:
         rounds += 1
@@ -88,7 +85,7 @@ def _rounds(spend_s: float) -> Iterator[None]:
 
 
 def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: int) -> float:
-    """Write once; returns the seconds from submit to done."""
+    """Seconds from submit to done."""
     copies = CopyBatch(*(np.array([value], dtype=np.uint64) for value in (here, there, nbytes)))
     started = time.perf_counter()
     transfer = backend.submit(peer, copies)
@@ -104,7 +101,6 @@ def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: in
 
 
 def byte(_: str) -> None:
-    """Own a byte that a `copy` reads."""
     held = ctypes.create_string_buffer(1)
     _report(pid=os.getpid(), address=ctypes.addressof(held))
     while os.read(0, 4096):
@@ -112,13 +108,12 @@ def byte(_: str) -> None:
 
 
 def copy(_: str) -> None:
-    """Report whether this process may copy from a process that is not its child."""
+    """Whether this process may copy from one that is not its child."""
     source = json.loads(sys.stdin.readline())
     _report(refusal=copy_refusal(int(source["pid"]), int(source["address"])))
 
 
 def libraries(names: str) -> None:
-    """Report the shared libraries that cannot be loaded, with the reason."""
     missing = {}
     for name in names.split(","):
         try:
@@ -129,7 +124,7 @@ def libraries(names: str) -> None:
 
 
 def gpus(_: str) -> None:
-    """Report the pairs of GPUs that cannot map each other's memory, according to the driver."""
+    """Pairs of GPUs that cannot map each other's memory."""
     cuda = ctypes.CDLL("libcuda.so.1")
     count, able = ctypes.c_int(), ctypes.c_int()
     if status := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
@@ -144,7 +139,6 @@ def gpus(_: str) -> None:
 
 
 def nvlink(_: str) -> None:
-    """Load what backend `nvlink` needs: the driver and the bindings."""
     from disagg.backends.cuda.driver import load_bindings
 
     load_bindings()
@@ -155,7 +149,7 @@ TASKS: dict[str, Callable[[str], None]] = {task.__name__: task for task in (owne
 
 
 def main() -> None:
-    """Run one task; an error is reported as a line too."""
+    """An error is reported as a line too."""
     task, _, argument = sys.argv[1].partition(":")
     try:
         TASKS[task](argument)

@@ -15,16 +15,14 @@ TIMEOUT_S = 25.0
 
 
 class ChildFailed(Exception):
-    """A task failed; the message is the task's error if it reported one."""
+    """Has the task's error if it reported one."""
 
 
 class ChildLate(ChildFailed):
-    """A task did not end in time: it hangs, or the machine is too slow."""
+    """The task hangs, or the machine is too slow."""
 
 
 class Child:
-    """One task in its own process."""
-
     def __init__(self, task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> None:
         self.task = task
         self._timeout_s = timeout_s
@@ -32,7 +30,7 @@ class Child:
         self._process = ChildProcess([sys.executable, "-P", "-m", "disagg.commands.doctor.child", task], environ=environ)
 
     def answer(self) -> dict[str, Any]:
-        """Its next line of JSON; other lines come from the engine and are skipped. Raises `ChildFailed`."""
+        """Skips lines of the engine, which are not JSON. Raises `ChildFailed`."""
         while True:
             try:
                 line = self._process.receive(timeout_s=max(0.0, self._deadline - time.monotonic()))
@@ -47,20 +45,18 @@ class Child:
                 return found
 
     def send(self, line: Mapping[str, Any]) -> None:
-        """Write a line of JSON to its standard input. Raises `ChildFailed`."""
+        """Raises `ChildFailed`."""
         try:
             self._process.send(json.dumps(line))
         except ChildEnded as error:
             raise ChildFailed(f"its process ended, with {error}") from error
 
     def close(self) -> None:
-        """End it by closing its standard input, or kill it."""
         self._process.end()
 
 
 @contextmanager
 def child(task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Iterator[Child]:
-    """A task that is ended with the block."""
     started = Child(task, environ, timeout_s=timeout_s)
     try:
         yield started

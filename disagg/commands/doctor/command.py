@@ -1,4 +1,4 @@
-"""`disagg doctor`: report what this machine supports, what is wrong with it and how to fix it."""
+"""`disagg doctor`: what this machine supports, what is wrong with it and how to fix it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ def doctor(
 
 
 def lines(finding: Finding) -> list[str]:
-    """The lines of a finding."""
     found = [f"{finding.level.value:<7}  {finding.topic:<11}  {finding.cause}"]
     if finding.consequence:
         found.append(f"{'':22}so:  {finding.consequence}")

@@ -1,4 +1,4 @@
-"""Engines: which are installed, what they lack, and how they perform when started in child processes."""
+"""Which engines are installed, what they lack, and how they perform between child processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from disagg.machine.rdma import GID_VARIABLES
 
 @dataclass(frozen=True)
 class Distribution:
-    """An engine's alternative packages, of which one is enough, and the shared libraries that it loads."""
+    """One of an engine's packages is enough, and with `exclusive` only one may be installed."""
 
     packages: tuple[str, ...]
     install: str
@@ -24,7 +24,7 @@ class Distribution:
 
 
 IN_CLONE = ", in a clone of disagg"
-"""Where the extras of this project can be installed from."""
+"""Where the extras can be installed from."""
 ENGINES: Mapping[str, Distribution] = {
     "nixl": Distribution(("nixl", "nixl-cu12", "nixl-cu13"), "pip install '.[nixl]'" + IN_CLONE),
     "mooncake": Distribution(
@@ -49,7 +49,7 @@ DEBIAN = {
     "libglog": "libgoogle-glog0v6",
     "liburing": "liburing2",
 }
-"""Debian's package for a shared library, by the name before `.so`."""
+"""By the name before `.so`."""
 NVIDIA = {
     "libcuda": "install NVIDIA's driver; on a machine without GPUs, install the engine's package without CUDA",
     "libcudart": "install CUDA of that major version (pip install nvidia-cuda-runtime-cu12), or another package of the engine",
@@ -57,7 +57,6 @@ NVIDIA = {
 
 
 def library_fix(library: str) -> str:
-    """How to get a shared library such as `libnuma.so.1`."""
     stem = library.partition(".so")[0]
     if stem in NVIDIA:
         return NVIDIA[stem]
@@ -65,7 +64,7 @@ def library_fix(library: str) -> str:
 
 
 def installed(engine: str) -> dict[str, str]:
-    """Versions of an engine's installed packages."""
+    """Version by package."""
     found = {}
     for package in ENGINES[engine].packages:
         try:
@@ -76,7 +75,7 @@ def installed(engine: str) -> dict[str, str]:
 
 
 def engine(name: str, machine: Machine) -> Iterator[Finding]:
-    """Every finding about one engine. It is started in two processes that transfer to each other for about two seconds."""
+    """The engine is started in two processes that transfer to each other for about two seconds."""
     shipped, found = ENGINES[name], installed(name)
     if not found:
         yield Finding(
@@ -97,7 +96,6 @@ def engine(name: str, machine: Machine) -> Iterator[Finding]:
 
 
 def _missing(name: str, machine: Machine) -> Iterator[Finding]:
-    """Shared libraries that cannot be loaded."""
     libraries = ENGINES[name].libraries
     if not libraries:
         return
@@ -125,12 +123,11 @@ def _library(name: str, library: str, reason: str) -> Finding:
 
 
 BUSY = 1.0
-"""Running processes for each core above which a late answer says nothing about an engine."""
+"""Running processes per core above which a late answer proves nothing about an engine."""
 _LIBRARY = re.compile(r"(lib[\w+-]+\.so[.\d]*): ")
 
 
 def _measured(name: str, packages: str, machine: Machine) -> Finding:
-    """The speed of writing a buffer of 32 MiB from one process to another."""
     try:
         with child(f"owner:{name}", machine.environ) as owner:
             target = owner.answer()
@@ -158,7 +155,6 @@ def _measured(name: str, packages: str, machine: Machine) -> Finding:
 
 
 def _fix(error: str, machine: Machine) -> str:
-    """The first thing to try."""
     suspects = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")) and name not in GID_VARIABLES)
     if suspects:
         return f"unset {' '.join(suspects)}, and try again"
@@ -174,7 +170,7 @@ def _fix(error: str, machine: Machine) -> str:
 
 
 def cma(machine: Machine) -> Finding:
-    """Whether processes here may copy each other's memory, tested between two siblings."""
+    """Tested between two siblings."""
     try:
         with child("byte", machine.environ) as owner, child("copy", machine.environ) as reader:
             reader.send(owner.answer())
@@ -192,7 +188,7 @@ def cma(machine: Machine) -> Finding:
 
 
 def nvlink(machine: Machine) -> Iterator[Finding]:
-    """Whether backend `nvlink` can start, on machines with GPUs. Transfers are not tested: they need pools on two GPUs."""
+    """Tests only that it can start: transfers need pools on two GPUs."""
     if not machine.gpus:
         return
     try:
@@ -212,7 +208,6 @@ def nvlink(machine: Machine) -> Iterator[Finding]:
 
 
 def gpu_peers(machine: Machine) -> Iterator[Finding]:
-    """Whether GPUs can map each other's memory, on machines with several GPUs."""
     if len(machine.gpus) < 2:
         return
     try:

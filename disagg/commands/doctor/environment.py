@@ -1,4 +1,4 @@
-"""Findings about `UCX_*` and `MC_*` variables: engines read them at start, and they override a server's settings."""
+"""Findings about `UCX_*` and `MC_*` variables, which engines read at start and which override a server's settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OFF = ("0", "false", "no", "n", "off")
 
 
 def environment(machine: Machine) -> Iterator[Finding]:
-    """A finding for every engine variable that is set; those of GIDs are checked with the RDMA devices."""
+    """Variables of GIDs are checked with the RDMA devices."""
     names = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")) and name not in GID_VARIABLES)
     if not names:
         yield ok("environment", "no UCX_ or MC_ variable is set: engines use their defaults")

@@ -21,9 +21,9 @@ def examine(
     watch_s: float | None = None,
     start_engines: bool = True,
 ) -> Iterator[Finding]:
-    """Every finding as soon as it is known; engines last, since they take seconds. Network engines are those of `names`, of
-    which one must work, or all (none named), which may all be missing where engines of one host work. `watch_s`: how long to
-    watch the traffic of RDMA devices. Raises `ConfigError` for an invalid peer.
+    """Findings as soon as they are known; engines last, since they take seconds. One network engine of `names` must work;
+    without names, all may be missing where engines of one host work. `watch_s`: how long to watch the traffic of RDMA
+    devices. Raises `ConfigError` for an invalid peer.
     """
     yield from rdma(machine, required=require_rdma)
     if not machine.rdma_devices:
@@ -56,7 +56,7 @@ def examine(
 
 
 def _no_network_engine(names: Sequence[str], on_one_host: Sequence[str]) -> Finding:
-    """No network engine works. That is an error if the user has named some, or no engine of one host works either."""
+    """An error if the user has named some, or no engine of one host works either."""
     nearby = f"{', '.join(on_one_host)} works" if on_one_host else "no engine works either"
     return Finding(
         "engines", Level.ERROR if names or not on_one_host else Level.WARNING,
@@ -67,6 +67,6 @@ def _no_network_engine(names: Sequence[str], on_one_host: Sequence[str]) -> Find
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level of all findings; OK if there are none."""
+    """OK if there are none."""
     order: Callable[[Level], int] = [Level.OK, Level.WARNING, Level.ERROR].index
     return max((finding.level for finding in findings), key=order, default=Level.OK)

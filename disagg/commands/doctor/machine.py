@@ -10,17 +10,13 @@ from disagg.machine.findings import Finding, Level, Machine, ok
 from disagg.machine.tcp import LONGEST_WAIT_S, SILENCE_S
 
 SMALL_SHM = 64 << 20
-"""The default of containers, which is too small for sharing memory by files."""
+"""The default of containers, too small for sharing memory by files."""
 TINY_SHM = 16 << 20
 FEW_DESCRIPTORS = 4096
-"""Below this the limit of descriptors is worth a warning."""
-
-
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+"""A limit below this is worth a warning."""
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """NVIDIA GPUs, and whether NICs can reach their memory."""
     if not machine.entries("proc/driver/nvidia"):
         yield ok("gpu", "no NVIDIA driver: pools are in host memory")
         return
@@ -47,11 +43,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-# -- shared memory -----------------------------------------------------------------------------------------------------
-
-
 def shared_memory(machine: Machine) -> Finding:
-    """The size of the shared-memory mount."""
     try:
         stats = os.statvfs(machine.shm)
     except OSError as error:
@@ -74,7 +66,7 @@ def shared_memory(machine: Machine) -> Finding:
 
 
 def ptrace(machine: Machine) -> Finding:
-    """Whether Yama allows unrelated processes to copy each other's memory (CMA)."""
+    """Whether Yama allows copies between unrelated processes (CMA)."""
     scope = machine.read("proc/sys/kernel/yama/ptrace_scope")
     if scope is None or scope == "0":
         return ok("cma", f"ptrace scope: {scope or 'none (no Yama)'}")
@@ -82,7 +74,6 @@ def ptrace(machine: Machine) -> Finding:
 
 
 def cma_refused(why: str) -> Finding:
-    """The finding that processes may not copy each other's memory."""
     return Finding(
         "cma", Level.WARNING, f"processes here may not copy each other's memory: {why}",
         "backend 'cma' cannot be used: processes of this host use a network engine, at a fraction of the speed",
@@ -90,11 +81,7 @@ def cma_refused(why: str) -> Finding:
     )  # fmt: skip
 
 
-# -- descriptors -------------------------------------------------------------------------------------------------------
-
-
 def descriptors() -> Finding:
-    """How many ranks of peers the limit of descriptors is enough for."""
     limit = soft_limit()
     if limit < 0:
         return ok("descriptors", "any number of descriptors")
@@ -108,11 +95,7 @@ def descriptors() -> Finding:
     )  # fmt: skip
 
 
-# -- TCP ---------------------------------------------------------------------------------------------------------------
-
-
 def congestion(machine: Machine) -> Finding:
-    """TCP's congestion control."""
     found = machine.read("proc/sys/net/ipv4/tcp_congestion_control") or "unknown"
     if found != "bbr":
         return ok("tcp", f"congestion control: {found}")
@@ -127,7 +110,7 @@ def congestion(machine: Machine) -> Finding:
 
 
 def retransmission(machine: Machine) -> Finding:
-    """How soon TCP notices that a link is back: see `disagg.machine.tcp`."""
+    """How soon TCP notices that a link is back (`disagg.machine.tcp`)."""
     if machine.read("proc/sys/net/ipv4/tcp_rto_max_ms") is None:
         return ok("tcp", "after a cut link TCP waits up to as long again as the cut; Linux 6.15 and newer wait at most 1 s")
     return ok("tcp", f"after a cut link TCP waits at most {LONGEST_WAIT_S} s, and keeps its connections for {SILENCE_S} s")

@@ -14,7 +14,7 @@ GREETING_S = 1.0
 
 
 def peer(address: str) -> Finding:
-    """Connect to `host:port` or `tcp://host:port`. Raises `ConfigError` for an invalid address."""
+    """`host:port` or `tcp://host:port`. Raises `ConfigError` for an invalid address."""
     host, port = parse_address(address if "://" in address else f"tcp://{address}", what="peer")
     where = f"{bracketed(host)}:{port}"
     started = time.perf_counter()
@@ -46,7 +46,7 @@ def _unreachable(where: str, cause: str, fix: str) -> Finding:
 
 
 def _greeting(connection: socket.socket, where: str, took_s: float) -> Finding:
-    """Check ZeroMQ's greeting: the server sends ten bytes that begin with FF and end with 7F."""
+    """ZeroMQ's greeting: the server sends ten bytes that begin with FF and end with 7F."""
     connection.settimeout(GREETING_S)
     try:
         found = connection.recv(10)

@@ -1,4 +1,4 @@
-"""Counts of what a plan comes to for one request: its rows are bound over pools that were never allocated."""
+"""What a plan comes to for one request, with its rows bound over pools that were never allocated."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from disagg.layout.plan import ComponentPlan, SpanClass
 FIRST_ADDRESS = 1 << 40
 """Start of the memory that is not allocated."""
 MAX_COPIES = 1 << 22
-"""Copies bound at a time, of 24 bytes each; the last layer may exceed it."""
+"""Bound at a time, 24 bytes each; one layer may exceed it."""
 
 
 class Count(NamedTuple):
-    """Bytes, and the runs they are in: pieces with neighbours joined on both sides, or at the destination if numbers are
-    converted.
-    """
+    """Runs are pieces with neighbours joined on both sides, or at the destination if numbers are converted."""
 
     nbytes: int = 0
     runs: int = 0
 
 
 class CopyCounter:
-    """Counts copies, reusing the memory that they are bound in."""
+    """Reuses the memory that copies are bound in."""
 
     def __init__(self) -> None:
         self._columns = Columns()
 
     def count(self, bound: BoundRows) -> Count:
-        """The bytes and the number of the copies that `bind` returns."""
         if bound.plan.converts:
             return Count(*bound.at_destination())
         nbytes = runs = 0
@@ -61,13 +58,13 @@ def _parts(bound: BoundRows) -> Iterator[BoundRows]:
 
 
 def mean_run_at_destination(bound: BoundRows) -> float:
-    """Mean length in bytes of the runs that are contiguous at the destination, whatever the source's order."""
+    """Whatever the source's order."""
     nbytes, runs = bound.at_destination()
     return nbytes / runs
 
 
 def run_end_reason(span: SpanClass, plan: ComponentPlan) -> str:
-    """Why runs of this span class end where they do, in words, with both sides' strides."""
+    """Why runs of this span class end where they do."""
     if plan.source.tokens is None:
         if not span.dims:
             return "the state of a layer is contiguous on both sides"

@@ -15,8 +15,8 @@ from disagg.core.errors import ConfigError
 
 
 class Engine(NamedTuple):
-    """An engine over one transport. `origin` says whose the packing threshold is, if it is not the engine's. `takes_spans`: it
-    also converts numbers in a direct copy.
+    """`origin`: whose the packing threshold is, if not the engine's. `takes_spans`: it also converts numbers in a direct
+    copy.
     """
 
     name: str
@@ -26,12 +26,10 @@ class Engine(NamedTuple):
     takes_spans: bool = False
 
     def with_threshold(self, pack_below: int, origin: str) -> Engine:
-        """The engine with another packing threshold."""
         return self._replace(staging=replace(self.staging, pack_below=pack_below), origin=origin)
 
     @property
     def threshold(self) -> str:
-        """The packing threshold in words."""
         return (
             f"{size(self.staging.pack_below)}, {self.origin or f'the packing threshold of {self.name} over {self.transport}'}"
         )
@@ -45,13 +43,13 @@ _TRANSPORTS: Mapping[str, tuple[str, ...]] = {
     "local": ("memory",),
 }
 _AUTO = {"cma": "shm", "nixl": "shm", "mooncake": "tcp", "nvlink": "peer memory", "local": "memory"}
-"""The transport that an engine chooses between two processes of one host."""
+"""The transport between two processes of one host."""
 _FIXED = ("nvlink", "local")
-"""Engines with one fixed transport, whatever the options request."""
+"""Engines with one transport, whatever the options request."""
 
 
 def engine_of(backend: str, transport: str) -> Engine:
-    """An engine and its transport, without starting it. Raises `ConfigError` for an unknown name."""
+    """Starts no engine. Raises `ConfigError`."""
     if backend not in ("auto", *backends.available()):
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {backend!r}")
     on_host = backends.AUTO_HOST if transport in ("auto", "shm") else backends.AUTO[0]
@@ -64,12 +62,11 @@ def engine_of(backend: str, transport: str) -> Engine:
 
 
 def _kind(backend: str) -> Any:
-    """The class of a backend."""
     (entry,) = importlib.metadata.entry_points(group=backends.ENTRY_POINTS, name=backend)
     return entry.load()
 
 
 def declared_staging(backend: str, transport: str) -> StagingShape:
-    """The staging that a backend declares for these options; no packing if it declares none before it runs."""
+    """No packing if the backend declares nothing before it runs."""
     kind = _kind(backend)
     return kind.staging_for(BackendOptions(transport=Transport(transport))) if isinstance(kind, SaysStaging) else StagingShape()

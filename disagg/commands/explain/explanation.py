@@ -1,6 +1,5 @@
-"""The explanation of one request: both instances, the plan of every pair of ranks, and what these come to.
-
-Requests get their rows as `disagg-bench` deals them, so its bytes, pieces and posts for the same case are these.
+"""The explanation of one request. Its rows are those that `disagg-bench` deals, so bytes, pieces and posts are the same
+there.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from disagg.layout.plan import TransferPlan, make_plan
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainRequest:
-    """A case of the benchmark to be explained. `decode_model` is the decode side's model if it differs.
-
-    `consecutive`: the request's pages follow each other, instead of the benchmark's random ones. `link`: the NICs of each rank.
-    """
+    """`decode_model`: if it differs. `consecutive`: pages follow each other, instead of the benchmark's random ones."""
 
     case: Case
     decode_model: str | None = None
@@ -34,15 +30,13 @@ class ExplainRequest:
 
     @property
     def engine(self) -> Engine:
-        """The case's engine, with the case's threshold. Raises `ConfigError` for an unknown one."""
+        """With the case's threshold. Raises `ConfigError`."""
         engine, pack_below = engine_of(self.case.backend, self.case.transport), self.case.pack_below
         return engine if pack_below is None else engine.with_threshold(pack_below, "the given threshold")
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """Both instances, the plan of each pair of ranks, and the summary."""
-
     source: Instance
     destination: Instance
     plans: Mapping[tuple[int, int], TransferPlan]
@@ -50,7 +44,7 @@ class Explanation:
 
 
 def explain_request(request: ExplainRequest) -> Explanation:
-    """Explain a request. Raises `ConfigError` for impossible sides, and for layouts that do not match, with both values."""
+    """Raises `ConfigError` for impossible sides, and for layouts that do not match, with both values."""
     engine, case = request.engine, request.case
     source = instance_of(case, "prefill", model=case.model, consecutive=request.consecutive)
     destination = instance_of(case, "decode", model=request.decode_model or case.model, consecutive=request.consecutive)

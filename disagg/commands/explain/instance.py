@@ -1,4 +1,4 @@
-"""One instance of an explanation: the ranks of its first group, with pools that are laid out but not allocated."""
+"""One instance of an explanation: its first group, with pools that are laid out but not allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from disagg.models.pools import lay_out
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """One side: its layout table, and for each rank of its first group the placements of its pools and the request's rows."""
+    """`placements` and `items`: for each rank of the first group."""
 
     side: Side
     spec: ModelSpec
@@ -33,17 +33,16 @@ class Instance:
     items: tuple[Item, ...]
 
     def rows(self, rank: int, name: str) -> Rows:
-        """The request's rows of a component on a rank."""
         return rows_of(self.spec.state(name), self.items[rank])
 
     def needed_nbytes(self, rank: int) -> int:
-        """Bytes that a rank's own layouts require, computed without a plan."""
+        """From the rank's own layouts, without a plan."""
         needs = self.items[rank].needs
         return sum(_layout_nbytes(layout, needs[layout.name]) for layout in self.table.ranks[rank].components)
 
 
 def instance_of(case: Case, role: str, *, model: str, consecutive: bool) -> Instance:
-    """One side of a case, with the rows that the benchmark deals it; `consecutive`: the first rows of every pool instead."""
+    """Rows are those that the benchmark deals, or the first ones of every pool."""
     ours = role == "prefill"
     side, peer, prefix = (case.prefill, case.decode, 0) if ours else (case.decode, case.prefill, case.prefix_hit)
     spec = side.model(model, num_layers=case.num_layers)
@@ -68,13 +67,12 @@ def instance_of(case: Case, role: str, *, model: str, consecutive: bool) -> Inst
 
 
 def _sizes(spec: ModelSpec, rank: Topology) -> Hashable:
-    """The pipeline stage of a rank, and the local sizes of every tensor."""
+    """Ranks that agree in these lie alike in memory."""
     inner = (each for state in spec.states for role in state.roles for each in role.inner.values())
     return rank.pp_rank, tuple(each.local_size(rank) for each in inner)
 
 
 def _consecutive(item: Item) -> Item:
-    """The same request in the first rows of every pool."""
     return msgspec.structs.replace(item, rows={name: tuple(range(len(rows))) for name, rows in item.rows.items()})
 
 

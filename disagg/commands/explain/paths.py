@@ -20,8 +20,6 @@ from disagg.runtime.streams import is_small
 
 
 class Division(NamedTuple):
-    """A component divided among the paths, with the reason."""
-
     counts: Mapping[str, Count]
     reason: str
 
@@ -29,9 +27,8 @@ class Division(NamedTuple):
 def explain_pair(
     source: Instance, destination: Instance, ranks: tuple[int, int], plan: TransferPlan, engine: Engine, counter: CopyCounter
 ) -> Pair:
-    """What one prefill rank writes to one decode rank for the request."""
     parts: list[Part] = []
-    packed_before: Counter[bool] = Counter()  # the packed bytes of one chunk share staging buffers across components
+    packed_before: Counter[bool] = Counter()  # packed bytes of a chunk share staging buffers across components
     for name, component in plan.components.items():
         needed = destination.items[ranks[1]].needs[name]
         if needed[0] >= needed[1]:
@@ -54,7 +51,7 @@ def explain_pair(
 
 
 def _part(name: str, division: Division, writes: int) -> Part:
-    """The component's figures; `writes` is how many staging buffers its packed bytes fill."""
+    """`writes`: staging buffers that its packed bytes fill."""
     ways = {
         path: PathShare(*count, descriptors=writes if path == "packed" else count.runs)
         for path, count in division.counts.items()
@@ -74,8 +71,8 @@ def _part(name: str, division: Division, writes: int) -> Part:
 
 
 def _divide(name: str, whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:
-    """What the manager does (`disagg.runtime.paths`): small pieces travel packed unless they are few, and numbers are converted
-    while they are packed. Raises `ConfigError` if they cannot be.
+    """As the manager does (`disagg.runtime.paths`): small pieces travel packed unless they are few, and numbers are
+    converted while they are packed. Raises `ConfigError` if they cannot be.
     """
     below, plan = engine.staging.pack_below, whole.plan
     total = counter.count(whole)
@@ -112,7 +109,6 @@ def _divide(name: str, whole: BoundRows, engine: Engine, counter: CopyCounter) -
 
 
 def _only(whole: BoundRows, spans: tuple[int, ...]) -> BoundRows:
-    """The copies of some span classes."""
     return BoundRows(whole.plan, spans, [whole.runs[number] for number in spans], whole.layers)
 
 

@@ -1,6 +1,5 @@
-"""The picture of `disagg explain --plot`: ranks as boxes with flows as bands between them, and pages of memory, line by line.
-
-Pages are coloured by the peer rank that writes or reads the bytes, so the length of a coloured line is the length of a piece.
+"""The picture of `disagg explain --plot`: flows between ranks, and pages of memory coloured by the peer rank that writes or
+reads the bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from disagg.layout.tables import TOKEN, TensorLayout
 MAX_SHOWN = 4
 """Ranks of each side whose page is drawn."""
 MAX_LINES = 64
-"""Lines drawn of a page."""
+"""Maximum lines of a page."""
 LABELLED_LINES = 20
-"""Pieces are labelled with their size in pages of up to this many lines."""
+"""Maximum lines of a page whose pieces are labelled."""
 UNUSED = "#e6e6e6"
 FORMATS = ("pdf", "png", "svg")
 
 
 def plot(explanation: Explanation, file: Path) -> None:
-    """Draw an explanation. Raises `ConfigError` for an unknown format, or if matplotlib is not installed."""
+    """Raises `ConfigError` for an unknown format, or without matplotlib."""
     if file.suffix.removeprefix(".").lower() not in FORMATS:
         raise ConfigError(f"plot: expected a file name that ends in one of {', '.join(FORMATS)}, found {str(file)!r}")
     try:
@@ -50,24 +49,19 @@ def plot(explanation: Explanation, file: Path) -> None:
 
 
 def colour(rank: int) -> Any:
-    """A prefill rank's colour."""
     import matplotlib as mpl
 
     return mpl.colormaps["tab10"](rank % 10)
 
 
 def reader_colour(rank: int) -> Any:
-    """A decode rank's colour, from another map than the prefill ranks'."""
+    """From another map than the prefill ranks'."""
     import matplotlib as mpl
 
     return mpl.colormaps["Set3"](rank % 12)
 
 
-# -- flows between ranks --------------------------------------------------------------------------------------------
-
-
 def _draw_flows(axes: Any, pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> None:
-    """Draw boxes of both sides, as high as the bytes they move, and a band for every pair."""
     total = sum(pair.bytes for pair in pairs) or 1
     ours = _boxes(
         axes, [sum(p.bytes for p in pairs if p.source == rank) / total for rank in range(num_sources)], 0.0, "prefill"
@@ -94,7 +88,7 @@ def _draw_flows(axes: Any, pairs: Sequence[Pair], num_sources: int, num_destinat
 
 
 def _boxes(axes: Any, heights: Sequence[float], x: float, role: str) -> list[float]:
-    """Draw a box per rank, one below the other; returns where each begins."""
+    """Returns where each box begins."""
     gap, at, begins = 0.6 / max(len(heights), 4), 0.0, []
     spread = 1.0 + gap * 8
     free = (spread - sum(heights)) / (len(heights) + 1)
@@ -109,12 +103,9 @@ def _boxes(axes: Any, heights: Sequence[float], x: float, role: str) -> list[flo
     return begins
 
 
-# -- pages of memory ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Piece:
-    """`nbytes` from offset `start` of a row, which rank `other` writes or reads at its address `remote`."""
+    """Bytes of a row, from its offset `start`, that rank `other` writes or reads at its address `remote`."""
 
     start: int
     nbytes: int
@@ -124,7 +115,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Page:
-    """One row of one rank in one layer: lines of memory, one per position of the outermost axis, and the pieces in it."""
+    """One row of one rank in one layer: a line of memory per position of the outermost axis, and the pieces in it."""
 
     rank: int
     line_nbytes: int
@@ -134,7 +125,7 @@ class Page:
 
 
 def page_of(explanation: Explanation, name: str, role: str, rank: int, *, side: int) -> Page | None:
-    """The request's first row on one rank of the source (0) or the destination (1); `None` if the rank has none."""
+    """The request's first row on one rank of the source (0) or the destination (1); `None` if it has none."""
     half = (explanation.source, explanation.destination)[side]
     layout = half.table.ranks[rank].by_name.get(name)
     if layout is None or name not in half.placements[rank] or not layout.tensor(role).layers:
@@ -166,7 +157,7 @@ def split_axis(tensor: TensorLayout) -> str:
 def _pieces(
     explanation: Explanation, component: ComponentPlan, pair: tuple[int, int], *, side: int, base: int
 ) -> Iterator[Piece]:
-    """What a pair moves of the first row on one side, in the tensor's first layer there, which begins at `base`."""
+    """What a pair moves of the first row on one side, in the layer that begins at `base`."""
     numbers = tuple(i for i, span in enumerate(component.spans) if _in_first_row(span, side, base))
     if not numbers:
         return
@@ -193,13 +184,12 @@ def _pieces(
 
 
 def _in_first_row(span: SpanClass, side: int, base: int) -> bool:
-    """Whether a span class begins in row 0 of the layer that begins at `base`."""
     bases = (span.source_bases, span.destination_bases)[side]
     return 0 <= int(bases[0]) - base < max(span.row_strides[side], 1)
 
 
 def _draw_memory(figure: Any, explanation: Explanation) -> None:
-    """Draw a page of some ranks of each side, of the first component with pages, or else the first component."""
+    """Of the first component with pages, or else the first component."""
     parts = [part for pair in explanation.summary.pairs for part in pair.components]
     paged = [part for part in parts if explanation.source.spec.state(part.name).rows == "pages"]
     if not parts:
@@ -226,7 +216,6 @@ def _draw_memory(figure: Any, explanation: Explanation) -> None:
 
 
 def _draw_page(axes: Any, page: Page, title: str, verb: str, side: int) -> None:
-    """Draw lines of memory with their pieces, up to `MAX_LINES` of them."""
     num_lines = min(page.num_lines, MAX_LINES)
     axes.barh(range(num_lines), [page.line_nbytes] * num_lines, height=1.0, color=UNUSED)
     for piece in page.pieces:

@@ -15,11 +15,11 @@ from disagg.core.errors import ConfigError
 BUSY = 1.25
 """A rank that moves more than this many times the mean of its side is a hot spot."""
 CUT_FROM_NBYTES = 8 << 10
-"""NIXL's UCX gives every NIC a part of pieces of this size; it sent pieces of 4,000 bytes by the first NIC alone."""
+"""NIXL's UCX divides pieces of this size among the NICs; it sent pieces of 4,000 bytes by the first NIC alone."""
 
 
 class PathShare(msgspec.Struct, frozen=True):
-    """The bytes of a component that take one path. `descriptors` go to the engine: one per run, or one per staging buffer."""
+    """`descriptors` go to the engine: one per run, or one per staging buffer."""
 
     bytes: int
     runs: int
@@ -27,7 +27,7 @@ class PathShare(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One component between a pair of ranks. `runs` are pieces with neighbours joined; `descriptors` go to the engine."""
+    """One component between two ranks. `runs`: pieces with neighbours joined."""
 
     name: str
     bytes: int
@@ -40,8 +40,6 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What one prefill rank writes to one decode rank; ranks are numbered within their instances."""
-
     source: int
     destination: int
     components: tuple[Part, ...]
@@ -49,9 +47,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class NicShare(msgspec.Struct, frozen=True):
-    """What one NIC of a rank carries: bytes, and the work requests that write them, rounded up. Those of a decode rank are its
-    peers'.
-    """
+    """Bytes that one NIC sends or receives, and the work requests that write them, rounded up."""
 
     role: str
     rank: int
@@ -61,7 +57,7 @@ class NicShare(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """The NICs of each rank: how many, and the rate of each in Gbit/s."""
+    """The NICs of each rank."""
 
     num_nics: int
     gbits: float
@@ -71,9 +67,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One request, explained. With a `link`, `link_seconds` is the time of the busiest rank's bytes at its rate, and `nics`
-    what each NIC of each rank carries, if there are several.
-    """
+    """`link_seconds`: for the busiest rank's bytes at its `link`'s rate. `nics`: if ranks have several."""
 
     model: str
     tokens: int
@@ -100,7 +94,7 @@ _LINK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)gbit")
 
 
 def parse_link(text: str) -> Link:
-    """A rank's NICs, such as `400gbit`, or `8x400gbit` for eight. Raises `ConfigError`."""
+    """Such as `400gbit`, or `8x400gbit` for eight NICs. Raises `ConfigError`."""
     found = _LINK.fullmatch(text)
     link = Link(int(found[1] or 1), float(found[2])) if found else None
     if link is None or not link.num_nics * link.gbits:
@@ -109,7 +103,7 @@ def parse_link(text: str) -> Link:
 
 
 def link_seconds(pairs: Sequence[Pair], link: Link) -> float:
-    """Seconds that the bytes of the busiest rank take at the link's rate, sent or received. Nothing else is counted."""
+    """Counts only the bytes of the busiest rank, sent or received."""
     moved = Counter[tuple[str, int]]()
     for pair in pairs:
         moved["prefill", pair.source] += pair.bytes
@@ -118,7 +112,7 @@ def link_seconds(pairs: Sequence[Pair], link: Link) -> float:
 
 
 def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
-    """The peer ranks of each rank of one side, `source` or `destination`."""
+    """The peers of each rank of one side, `source` or `destination`."""
     found: dict[int, list[int]] = defaultdict(list)
     for pair in pairs:
         one, other = (pair.source, pair.destination) if of == "source" else (pair.destination, pair.source)
@@ -127,10 +121,8 @@ def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
 
 
 def nic_shares(pairs: Sequence[Pair], *, num_nics: int, cuts: bool) -> Iterator[NicShare]:
-    """What each of the `num_nics` NICs of each rank carries, if all have the same rate.
-
-    An engine spreads whole pieces or, with `cuts`, gives each NIC a part of every piece, and the first one all that are shorter
-    than `CUT_FROM_NBYTES`. Both were counted on soft devices.
+    """If all NICs have the same rate. An engine spreads whole pieces or, with `cuts`, divides each piece among the NICs, but
+    sends those below `CUT_FROM_NBYTES` by the first. Both were counted on soft devices.
     """
     for role in ("prefill", "decode"):
         carried: dict[int, list[list[float]]] = {}
@@ -148,7 +140,7 @@ def nic_shares(pairs: Sequence[Pair], *, num_nics: int, cuts: bool) -> Iterator[
 
 
 def hot_spots(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> Iterator[str]:
-    """Ranks that move far more than the mean of their side, and prefill ranks that move nothing."""
+    """Also prefill ranks that move nothing."""
     written, received = Counter[int](), Counter[int]()
     for pair in pairs:
         written[pair.source] += pair.bytes

@@ -15,13 +15,11 @@ from disagg.commands.shell import text
 from disagg.commands.shell.text import size
 
 PATHS = {"direct": "direct", "packed": "packed (buffers)"}
-"""The columns of descriptors, by path."""
 MAX_PAIRS = 256
 """Of more pairs than these, those with the same figures share a line."""
 
 
 def show(found: Summary, console: Console) -> None:
-    """Print a summary: pairs, reasons, peers of each rank, hot spots, totals."""
     sides = f"prefill {found.prefill} -> decode {found.decode}"
     print(f"{found.model}, {found.tokens} tokens: {sides}, {found.backend} over {found.transport}", file=console.file)
     shown = distinct(found.pairs)
@@ -33,7 +31,6 @@ def show(found: Summary, console: Console) -> None:
 
 
 def distinct(pairs: Sequence[Pair]) -> Sequence[Pair]:
-    """The pairs to show: all, or of more than `MAX_PAIRS` the first with the same figures."""
     if len(pairs) <= MAX_PAIRS:
         return pairs
     found: dict[Hashable, Pair] = {}
@@ -43,7 +40,7 @@ def distinct(pairs: Sequence[Pair]) -> Sequence[Pair]:
 
 
 def pairs_table(found: Summary, shown: Sequence[Pair]) -> Table:
-    """A line per pair of ranks and component; the number refers to the reasons below the table."""
+    """The number refers to the reasons below the table."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("prefill", "decode", "component"):
         table.add_column(name, no_wrap=True)
@@ -69,19 +66,18 @@ def _key(part: Part) -> tuple[str, str, str]:
 
 
 def numbered(pairs: Sequence[Pair]) -> Mapping[tuple[str, str, str], int]:
-    """Each distinct reason with its number, in order of appearance."""
+    """Each distinct reason, numbered by appearance."""
     keys = dict.fromkeys(_key(part) for pair in pairs for part in pair.components)
     return {key: number for number, key in enumerate(keys, 1)}
 
 
 def reasons(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Why each component takes its path."""
     for (name, way, reason), number in numbered(pairs).items():
         yield f"({number}) {name}, {way}: {reason}."
 
 
 def fans(found: Summary) -> Iterator[str]:
-    """How many peers each rank has; ranks with the same figures share a line."""
+    """Ranks with the same figures share a line."""
     for role, verbs, partners, other in (
         ("prefill", ("writes to", "write to"), found.fan_out, "decode"),
         ("decode", ("is written by", "are written by"), found.fan_in, "prefill"),
@@ -106,7 +102,6 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def ends(found: Summary) -> Iterator[str]:
-    """Hot spots, totals, and the bytes at the rate of the link."""
     yield from (f"hot spot: {line}" for line in found.hot_spots)
     if not found.hot_spots:
         yield f"no hot spots: no rank moves more than {BUSY} times the mean of its side"
@@ -119,7 +114,7 @@ def ends(found: Summary) -> Iterator[str]:
 
 
 def nics(found: Summary) -> Iterator[str]:
-    """What each NIC of a rank carries, where ranks have several; ranks and NICs with the same figures share a line."""
+    """Ranks and NICs with the same figures share a line. Nothing if ranks have one NIC."""
     by_rank: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for share in found.nics:
         by_rank[share.role, share.rank].append((size(share.bytes), share.work_requests))

@@ -1,4 +1,4 @@
-"""`disagg prefill` and `disagg decode`: one rank in a process, embedded as in a server."""
+"""`disagg prefill` and `disagg decode`: one rank in a process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def _option(setting: Setting) -> Decorator:
-    """The option of a setting. Its value stays text, which `RankConfig.load` parses."""
+    """Its value stays text, which `RankConfig.load` parses."""
     if setting.base is bool:
         return click.option(setting.flag, setting.key, is_flag=True, default=None, help=setting.description)
     choices = typing.get_args(setting.base) if typing.get_origin(setting.base) is Literal else ()
@@ -73,8 +73,6 @@ OPTIONS: tuple[Decorator, ...] = (
 
 
 def _rank_command(role: str) -> click.Command:
-    """The subcommand of one role."""
-
     @one_sentence
     def run(*, config: Path | None, until_stdin_ends: bool, **given: Any) -> None:
         rank = configure(role, given, file=config, environ=os.environ)
@@ -83,7 +81,7 @@ def _rank_command(role: str) -> click.Command:
 
     def logged(*, debug: bool, log_level: str | None, **given: Any) -> None:
         form = given["log_format"] or os.environ.get("DISAGG_LOG_FORMAT")
-        configure_logging("warning", "json" if form == "json" else "text")  # what reading the settings warns of
+        configure_logging("warning", "json" if form == "json" else "text")  # for warnings while the settings are read
         run(debug=debug, log_level=log_level or ("info" if debug else None), **given)
 
     command: Callable[..., None] = logged
@@ -98,16 +96,15 @@ def _rank_command(role: str) -> click.Command:
 
 
 def configure(role: str, given: Mapping[str, Any], *, file: Path | None, environ: Mapping[str, str]) -> RankConfig:
-    """The rank described by a file, the environment and the options. Raises `ConfigError`."""
+    """Raises `ConfigError`."""
     texts = {key: value for key, value in given.items() if isinstance(value, str) or (value and isinstance(value, tuple))}
     flags = {key: value for key, value in given.items() if value is True}
     return RankConfig.load(file=file, environ=environ, texts=texts, role=role, **flags)
 
 
 def serve_until_stopped(configs: Sequence[RankConfig], *, until_stdin_ends: bool) -> None:
-    """Run ranks until SIGTERM or SIGINT, wait for the requests under way, then close them cleanly."""
     stop = Stop()
-    # A signal handler runs in this thread, which may hold the event's lock at that moment: it must not set the event itself.
+    # A signal handler runs in this thread, which may hold the event's lock: it must not set the event itself.
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(reader, True)
     signal.set_wakeup_fd(writer)
@@ -126,7 +123,7 @@ def _end_with_signal(reader: int, stop: Stop) -> None:
 
 
 def _end_with_stdin(stop: Stop) -> None:
-    """Stop once standard input ends, because the parent has ended or closed it; exit by force if closing hangs."""
+    """Exits by force if closing hangs."""
     while os.read(0, 4096):
         pass
     stop.end("standard input has ended", drain=False)

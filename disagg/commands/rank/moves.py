@@ -15,10 +15,7 @@ from disagg.core.errors import ConfigError, TransferFailed
 
 
 def move(resident: ResidentRank, command: Move) -> Moved:
-    """Submit every block, wait for all of them, and return the times of both.
-
-    Raises `ConfigError` for a block outside the arena, `TransferFailed` if the engine fails one or takes too long.
-    """
+    """Raises `ConfigError` for a block outside the arena, `TransferFailed` if the engine fails one or takes too long."""
     base, room = resident.pools.address, resident.pools.arena.nbytes
     jobs: list[tuple[Backend, RemotePeer, CopyBatch]] = []
     for block in command.blocks:
@@ -33,7 +30,7 @@ def move(resident: ResidentRank, command: Move) -> Moved:
 
 
 def _submit(backend: Backend, peer: RemotePeer, copies: CopyBatch) -> Transfer:
-    """Submit a block; between GPUs by the driver's plain copies, which are the ceiling of the engine."""
+    """Between GPUs the driver's plain copies are the ceiling of the engine."""
     if isinstance(backend, NvlinkBackend):
         return backend.submit_plain(peer, copies)
     return backend.submit(peer, copies)
@@ -45,7 +42,7 @@ def _check_source(block: Block, arena_nbytes: int) -> None:
 
 
 def move_raw(resident: ResidentRank, command: MoveRaw) -> Moved:
-    """Send every block in its own thread, without an engine. Raises `TransferFailed` if one fails."""
+    """One thread per block. Raises `TransferFailed`."""
     arena = resident.pools.arena
     base = arena.__array_interface__["data"][0]
 
@@ -70,7 +67,6 @@ def _copy(base: int, block: Block) -> CopyBatch:
 
 
 def _wait(transfers: list[Transfer], *, timeout_s: float) -> None:
-    """Wait until all transfers are done, and close them."""
     deadline = time.monotonic() + timeout_s
     left = list(transfers)
     while left:

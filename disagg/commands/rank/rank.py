@@ -1,4 +1,4 @@
-"""One rank with its own memory, embedded as in a server: pools, components over them, and a manager."""
+"""One rank with its own memory, embedded as in a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENGINE_PACKAGES = {
 
 
 class RankConfig(Config, frozen=True, kw_only=True):
-    """An operator's settings of one rank with its own pools. Raises `ConfigError` for invalid ones."""
+    """An operator's settings of one rank with its own pools. Raises `ConfigError`."""
 
     name: Annotated[str, meaning("The instance's name, the same on all its ranks; default: its role.")] = ""
     role: Annotated[str, meaning("The role of the rank: prefill or decode.")]
@@ -87,8 +87,6 @@ class RankConfig(Config, frozen=True, kw_only=True):
 
 
 class ResidentRank:
-    """Pools and a manager, which the context closes."""
-
     def __init__(self, config: RankConfig) -> None:
         if config.leader is None and config.rank:
             raise ConfigError(f"leader: rank {config.rank} of {config.side.num_ranks} needs the address of rank 0")
@@ -112,7 +110,6 @@ class ResidentRank:
         return f"{self.config.name} rank {self.config.rank} of {self.config.side.num_ranks}"
 
     def describe(self) -> Description:
-        """This rank's description for a driver."""
         table = LocalRank.of(self.config.topology, self.pools.components).table
         return Description(
             name=self.config.name,
@@ -138,13 +135,12 @@ class ResidentRank:
 
 
 def boot_id() -> str:
-    """An id of this machine's boot. Ranks with the same id share a monotonic clock."""
+    """Ranks with the same id share a monotonic clock."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else platform.node()
 
 
 def versions(backend: str) -> dict[str, str]:
-    """Versions of Python, this library, the engine's packages and their main dependencies."""
     found = {"python": platform.python_version()}
     for package in ("disagg", "numpy", "pyzmq", *ENGINE_PACKAGES.get(backend, ())):
         try:

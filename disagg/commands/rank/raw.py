@@ -1,4 +1,4 @@
-"""The speed of the machine without an engine: a copy in memory, and the system mechanism below an engine's transport."""
+"""The speed of the machine without an engine: a copy in memory, and the system mechanism below a transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK_NBYTES = 1 << 20
 
 
 def memcpy_gbps(arena: Bytes, nbytes: int) -> float:
-    """GB/s of one thread that copies `nbytes` of this memory into other memory, whose pages were touched before."""
+    """Copies by one thread into pages that were touched before."""
     nbytes = min(nbytes, arena.nbytes)
     target = np.ones(nbytes, dtype=np.uint8)
     began = time.perf_counter()
@@ -35,10 +35,7 @@ class _Vector(ctypes.Structure):
 
 
 def write_into(pid: int, source: int, block: Block) -> None:
-    """Copy a block from this process's arena at `source` into another process by `process_vm_writev`, without the GIL.
-
-    Raises `TransferFailed` if the system refuses.
-    """
+    """`process_vm_writev` without the GIL. Raises `TransferFailed`."""
     write = ctypes.CDLL(None, use_errno=True).process_vm_writev
     write.restype = ctypes.c_ssize_t
     done = 0
@@ -53,7 +50,7 @@ def write_into(pid: int, source: int, block: Block) -> None:
 
 
 class Sink:
-    """Receives blocks from plain sockets into this process's memory, with one connection and one thread per block."""
+    """Receives blocks from plain sockets, with one connection and one thread per block."""
 
     def __init__(self, host: str, blocks: Sequence[tuple[int, int]], *, base: int, arena: Bytes, timeout_s: float) -> None:
         for address, nbytes in blocks:
@@ -90,7 +87,7 @@ class Sink:
 
 
 def pour(address: tuple[str, int], number: int, content: memoryview, timeout_s: float) -> None:
-    """Send a block to a sink and wait until all of it has arrived. Raises `TransferFailed` if it does not."""
+    """Returns once all of a block has arrived. Raises `TransferFailed`."""
     with socket.create_connection(address, timeout=timeout_s) as connection:
         connection.sendall(number.to_bytes(8, "little"))
         connection.sendall(content)

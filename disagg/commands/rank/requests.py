@@ -30,12 +30,11 @@ GRACE_S = 5.0
 
 
 def payload_of(item: Item) -> bytes:
-    """The payload that a request's sender sends to its receivers."""
     return b"first token of %d" % item.number
 
 
 class Requests:
-    """The requests of one `Start`, which run in a thread until the last one has ended."""
+    """The requests of one `Start`, in a thread."""
 
     def __init__(self, manager: KVManager, content: Content, command: Start) -> None:
         self._manager = manager
@@ -52,14 +51,14 @@ class Requests:
         self._thread = threading.Thread(target=self._run, name="disagg-bench-run", daemon=True)
 
     def start(self) -> None:
-        """Wait until the start time, then begin. On return, the first `window` requests that have arrived have started."""
+        """On return, the first `window` requests that have arrived have started."""
         time.sleep(max(0.0, self._command.at - time.monotonic()))
         self._begin = self._command.at or time.monotonic()
         self._open()
         self._thread.start()
 
     def collect(self) -> RunReport:
-        """Wait for the end of all requests. Raises the error that ended the thread, if any."""
+        """Wait for all requests. Raises the error that ended the thread."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -83,7 +82,6 @@ class Requests:
             self._error = error
 
     def _take_ended(self) -> None:
-        """Wait for events and record the requests that ended."""
         poller = select.poll()
         poller.register(self._manager.fileno(), select.POLLIN)
         arrives_in_s = self._arrives_in_s() if len(self._started) < self._command.window else None
@@ -101,7 +99,7 @@ class Requests:
             self._end(item, error, now)
 
     def _arrives_in_s(self) -> float | None:
-        """When the next request arrives, in seconds from now; `None` if there is none."""
+        """`None` if there are no more requests."""
         return self._begin + self._waiting[0].arrival_s - time.monotonic() if self._waiting else None
 
     def _open(self) -> None:
@@ -151,12 +149,10 @@ class Requests:
         sender.finish(rest, payload=payload_of(item))
 
     def _chunks(self, item: Item) -> Iterator[tuple[int, int]]:
-        """The token ranges of each chunk, in order."""
         step = self._command.chunk_tokens or item.tokens
         return ((first, min(first + step, item.tokens)) for first in range(0, item.tokens, step))
 
     def _rows(self, item: Item, first: int, last: int) -> dict[str, Rows]:
-        """The rows that hold a chunk's tokens."""
         rows: dict[str, Rows] = {}
         for state in filter(streams, self._content.states):
             start, stop = self._content.page_range(item, state=state, first_token=first, last_token=last)

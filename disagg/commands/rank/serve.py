@@ -1,4 +1,4 @@
-"""Runs a rank until it is stopped. With a driver address, the rank also accepts a benchmark's commands."""
+"""Runs a rank until it is stopped. With a driver address, it also accepts a benchmark's commands."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""Interval in which a rank checks whether it must end, and whether its peers' state has changed."""
+"""How often a rank checks whether it must end, and its peers' state."""
 
 
 class Exiting(Exception):
@@ -61,14 +61,14 @@ class Exiting(Exception):
 
 
 class Commands:
-    """Carries out a driver's commands on one rank, one at a time; a run continues in its own thread."""
+    """A driver's commands on one rank, one at a time; a run continues in its own thread."""
 
     def __init__(self, resident: ResidentRank) -> None:
         self._resident = resident
         self._requests: Requests | None = None
 
     def answer(self, data: bytes) -> bytes:
-        """The reply to a command; an error is a reply too. Raises `Exiting` for the command `Exit`."""
+        """An error is a reply too. Raises `Exiting` for `Exit`."""
         try:
             reply = self.run(_DECODER.decode(data))
         except (DisaggError, msgspec.DecodeError, UnicodeDecodeError, TimeoutError) as error:
@@ -82,7 +82,6 @@ class Commands:
 
     @singledispatchmethod
     def run(self, command: AnyCommand) -> AnyReply:
-        """Carry out one command."""
         raise LocalProtocolError(f"unknown command {type(command).__name__}")
 
     @run.register
@@ -167,9 +166,6 @@ class Commands:
 _DECODER: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 
 
-# -- serving --------------------------------------------------------------------------------------------------------
-
-
 class PeerWatch:
     """Reports when a peer becomes ready, and when it is lost."""
 
@@ -179,7 +175,6 @@ class PeerWatch:
         self._ready: dict[str, bool] = {}
 
     def check(self) -> None:
-        """Report every peer whose state changed since the last check."""
         for name, peer in self._resident.manager.health().peers.items():
             if peer.ready != self._ready.get(name, False):
                 self._report(f"{self._resident}: peer {name} is " + ("ready" if peer.ready else f"gone: {peer.problem}"))
@@ -187,39 +182,36 @@ class PeerWatch:
 
 
 def print_line(line: str, *, form: Format) -> None:
-    """Print one line at once, as text or as a line of a JSON log."""
     print(json_line(line, source=__name__) if form == "json" else line, flush=True)
 
 
 class Stop:
-    """Asks ranks to end, with the reason. Thread-safe."""
+    """Asks ranks to end. Thread-safe."""
 
     def __init__(self) -> None:
         self._asked, self._now = threading.Event(), threading.Event()
         self.reason = ""
 
     def end(self, reason: str, *, drain: bool) -> None:
-        """Ask ranks to end, with `drain` once their requests have ended. The first reason is kept."""
+        """With `drain` once their requests have ended. The first reason is kept."""
         self.reason = self.reason or reason
         if not drain:
             self._now.set()
         self._asked.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether ranks must end; waits for that for up to `timeout_s` seconds."""
         return self._asked.wait(timeout_s)
 
     def is_set(self) -> bool:
-        """Whether ranks must end."""
         return self._asked.is_set()
 
     def is_urgent(self) -> bool:
-        """Whether requests under way are not waited for."""
+        """Requests under way are not waited for."""
         return self._now.is_set()
 
 
 def drain(resident: ResidentRank, stop: Stop, report: Callable[[str], None]) -> None:
-    """Wait for the requests under way, up to the rank's `drain_s`, and report why the rank ends and what becomes of them."""
+    """Wait up to `drain_s` for requests under way, and report what becomes of them."""
     manager, until = resident.manager, time.monotonic() + resident.config.drain_s
     health = manager.health()
     num_open = health.num_receiving + health.num_sending
@@ -235,10 +227,9 @@ def drain(resident: ResidentRank, stop: Stop, report: Callable[[str], None]) -> 
 
 
 def serve(config: RankConfig, *, stop: Stop, report: Callable[[str], None]) -> None:
-    """Run a rank until `stop` asks for its end or its driver ends it; commands are accepted if it has a driver address.
+    """Run a rank until `stop` or its driver ends it. Raises `DisaggError` if it cannot start, or its manager has failed.
 
-    Reports one line once it can be reached: `NAME rank R of N: address=tcp://... driver=tcp://... ...`. Raises `DisaggError`
-    if the rank cannot start, or once its manager has failed.
+    Reports one line once it can be reached: `NAME rank R of N: address=tcp://... driver=tcp://... ...`.
     """
     socket: zmq.Socket[bytes] | None = None
     with ExitStack() as opened:
@@ -270,10 +261,7 @@ def serve(config: RankConfig, *, stop: Stop, report: Callable[[str], None]) -> N
 
 
 def serve_together(configs: Sequence[RankConfig], *, stop: Stop) -> None:
-    """Run ranks of one instance in this process, each by `serve`; the first is the leader of the others.
-
-    Raises the first error of any rank, once all ranks have ended.
-    """
+    """Run ranks of one instance; the first is the leader. Raises the first error of any rank, once all have ended."""
     addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
     failed: list[Exception] = []
 

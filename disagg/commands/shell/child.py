@@ -13,13 +13,12 @@ from typing import IO
 
 
 class ChildEnded(Exception):
-    """The child has ended; the message says how."""
+    """The message says how."""
 
 
 class ChildProcess:
-    """A child that ends when its standard input ends, as it does with this process. It is ended with a `with` block.
-
-    `errors` takes its standard error: `None` for this process's; by default it is dropped. `environ` replaces the environment.
+    """The child must end when its standard input ends, as it does with this process. `errors` takes its standard error;
+    `None`: this process's.
     """
 
     def __init__(
@@ -42,19 +41,18 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def ending(self) -> str | None:
-        """How it ended, such as "exit status 1" or "signal SIGKILL"; `None` while it runs."""
+        """Such as "exit status 1" or "signal SIGKILL"; `None` while it runs."""
         status = self._process.poll()
         if status is None or status >= 0:
             return None if status is None else f"exit status {status}"
         return f"signal {signal.Signals(-status).name if -status in {each.value for each in signal.Signals} else -status}"
 
     def send(self, line: str) -> None:
-        """Write a line. Raises `ChildEnded`."""
+        """Raises `ChildEnded`."""
         assert self._process.stdin is not None
         data = memoryview(line.encode() + b"\n")
         try:
@@ -64,7 +62,7 @@ class ChildProcess:
             raise self._ended() from None
 
     def receive(self, *, timeout_s: float) -> str:
-        """Its next line. Raises `TimeoutError` if there is none within `timeout_s`, and `ChildEnded` if there will be none."""
+        """Raises `TimeoutError` if there is no line in time, `ChildEnded` if there will be none."""
         assert self._process.stdout is not None
         until = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
@@ -78,17 +76,17 @@ class ChildProcess:
         return line.decode(errors="replace")
 
     def _ended(self) -> ChildEnded:
-        """The error after it has closed a pipe: it has ended, or is about to."""
+        """A closed pipe: the child has ended, or is about to."""
         return ChildEnded(self.wait(timeout_s=3.0) or "a closed pipe, while it runs")
 
     def wait(self, *, timeout_s: float) -> str | None:
-        """Wait until it has ended, and return its `ending`; `None` if it still runs after `timeout_s`."""
+        """`None` if it still runs after `timeout_s`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self.ending
 
     def end(self, *, timeout_s: float = 3.0) -> None:
-        """Close its standard input, wait until it has ended, and kill it if that takes longer."""
+        """Close its standard input, and kill it if it does not end in time."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -96,7 +94,7 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill it if it runs, wait for its end, and close its pipes. A second call does nothing."""
+        """Idempotent."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

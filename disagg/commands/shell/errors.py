@@ -15,10 +15,7 @@ from disagg.core.errors import ConfigError, DisaggError
 
 
 def main(command: click.Command, name: str) -> NoReturn:
-    """Run a command as the program `name` and exit; an invalid option is reported in one sentence too.
-
-    A reader that closes the pipe early, such as `head`, ends the program quietly, with exit status 1.
-    """
+    """Run a command and exit. A reader that closes the pipe early, such as `head`, ends it quietly, with status 1."""
     try:
         status = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -39,9 +36,8 @@ def main(command: click.Command, name: str) -> NoReturn:
 
 
 def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, which prints one sentence and exits if it raises one of this library's errors or an `OSError`.
-
-    Exit status 2 for invalid settings, 1 for other errors. With the flag `--debug` the error is raised instead.
+    """Print one sentence for this library's errors and `OSError`, and exit: status 2 for invalid settings, else 1. `--debug`
+    raises the error instead.
     """
 
     @functools.wraps(command)
@@ -61,7 +57,7 @@ def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def sentence(error: Exception) -> str:
-    """The error's message; for a file error, with the file's name."""
+    """For a file error, with the file's name."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

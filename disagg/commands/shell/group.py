@@ -16,11 +16,11 @@ COMMANDS = {
     "top": "disagg.commands.top:top",
     "keygen": "disagg.commands.keygen:keygen",
 }
-"""The location of each subcommand, as `module:name`."""
+"""`module:name`"""
 
 
 class LazyGroup(click.Group):
-    """A group that imports a subcommand when it is used."""
+    """Imports a subcommand when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -36,7 +36,7 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """The subcommand that `args` begin with. The error for another word names those that are spelled similarly."""
+        """The error for an unknown word names similar ones."""
         meant = did_you_mean(args[0], COMMANDS)
         if meant and args[0] not in COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r} ({meant})")

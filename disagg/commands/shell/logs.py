@@ -15,12 +15,11 @@ Format = Literal["text", "json"]
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: `time` (ISO 8601, UTC), `level`, `logger`, `message`, for a request's line its values as
-    `request`, and the traceback of an error as `error`.
+    """One JSON object a line: `time` (ISO 8601, UTC), `level`, `logger`, `message`, a request's values as `request`, an
+    error's traceback as `error`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
@@ -35,21 +34,19 @@ class JsonLines(logging.Formatter):
 
 
 def json_line(message: str, *, source: str, level: int = logging.INFO) -> str:
-    """A message that is printed, not logged, in the form of the log's lines. `source` is its `logger`."""
+    """In the form of the log's lines, for what is printed."""
     record = logging.makeLogRecord({"name": source, "levelno": level, "levelname": logging.getLevelName(level), "msg": message})
     return JsonLines().format(record)
 
 
 def error_line(message: str, *, source: str) -> str:
-    """The last error of a command, in the form of its log: a line of JSON, or the text as it is."""
+    """In the form of the command's log."""
     is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
     return json_line(message, source=source, level=logging.ERROR) if is_json else message
 
 
 def configure_logging(level: Level, form: Format = "text") -> None:
-    """Log messages of this level and above to standard error. A second call replaces the first. As JSON, an exception that
-    ends the process is a line of the log too.
-    """
+    """To standard error. A second call replaces the first. As JSON, an exception that ends the process is logged too."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

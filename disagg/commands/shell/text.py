@@ -1,4 +1,4 @@
-"""Texts that several commands print or write: JSON, sizes and tables."""
+"""Texts that several commands print or write."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ MAX_WIDTH = 10_000
 
 
 def indented_json(value: object) -> bytes:
-    """A value as indented JSON that ends with a line feed."""
+    """Ends with a line feed."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def size(nbytes: float) -> str:
-    """Bytes in a readable unit: 512 B, 16 KiB, 33.6 MB."""
+    """512 B, 16 KiB, 33.6 MB."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     return f"{nbytes / 1024:.4g} KiB" if nbytes < 1024**2 else f"{nbytes / 1e6:.1f} MB"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: `1 case`, `2 cases`."""
+    """`1 case`, `2 cases`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: Collection[str]) -> Table:
-    """A table without lines; the columns in `right` are aligned to the right."""
+    """The columns in `right` are aligned to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
@@ -41,14 +41,14 @@ def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right
 
 
 def table_text(table: Table) -> str:
-    """All of a table as text, without spaces at the ends of its lines."""
+    """Without spaces at the ends of lines."""
     written = io.StringIO()
     show(table, Console(file=written, color_system=None))
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 def show(table: Table, console: Console) -> None:
-    """Print all of a table. Terminals wrap lines that are too wide for them, while a cut line would lose figures."""
+    """Terminals wrap lines that are too wide, while a cut line would lose figures."""
     width = Console(width=MAX_WIDTH).measure(table).maximum
     out = console if console.width >= width else Console(width=width, file=console.file, color_system=None)
     out.print(table)
