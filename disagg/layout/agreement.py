@@ -1,4 +1,4 @@
-"""Plan agreement: what this rank and a peer instance compute from each other's layouts, and the plans that follow."""
+"""What this rank and a peer instance compute from each other's layouts, and the plans that follow."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from disagg.layout.plan import TransferPlan, make_plan
 from disagg.layout.tables import LayoutTable, layout_table
 
 MAX_MODEL = 4096
-"""Limit on the characters of a model's name, and of its revision."""
+"""Characters of a model's name, and of its revision."""
 
 
 @dataclass(frozen=True)
 class ModelId:
-    """The model whose state moves. Both sides must give the same `name` and `revision`. A revision may have several words, such
-    as `dtype=bfloat16 rope=default`: peers that differ name the words that only one of them has.
+    """The model whose state moves. Both sides must give the same `name` and `revision`. A revision may have several words,
+    such as `dtype=bfloat16 rope=default`: an error names the words that only one peer has.
 
-    Raises `ConfigError` for a text that a message cannot hold: it has `MAX_MODEL` characters, and UTF-8 encodes them.
+    Raises `ConfigError` for more than `MAX_MODEL` characters, or text that UTF-8 cannot encode.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ModelId:
 
 
 def differing_words(found: str, expected: str) -> tuple[str, str]:
-    """The words that only one of two revisions has, of each of them; all words if their order alone differs."""
+    """The words that only one of two revisions has; all words if their order alone differs."""
     theirs, ours = found.split(), expected.split()
     if set(theirs) == set(ours):
         return found, expected
@@ -53,12 +53,11 @@ _PLACEMENTS = msgspec.msgpack.Decoder(tuple[Placement, ...])
 
 
 def encode_placements(components: Sequence[Component]) -> bytes:
-    """The placements of this rank's components as bytes, for a peer."""
     return encode([c.placement for c in components if c.placement is not None])
 
 
 def decode_placements(data: bytes) -> dict[str, Placement]:
-    """The placements in `data`, by component. Raises `RemoteProtocolError` if it cannot be read."""
+    """By component. Raises `RemoteProtocolError`."""
     try:
         return {placement.component: placement for placement in _PLACEMENTS.decode(data)}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -87,7 +86,7 @@ class LocalRank:
 
     @cached_property
     def checksum_plans(self) -> dict[str, ChecksumPlan]:
-        """What this rank checks of received state, by component."""
+        """Of received state, by component."""
         held = self.table.ranks[self.topology.group_rank].by_name
         return {name: reader_plan(held[name], placement) for name, placement in self.placements.items()}
 
@@ -103,7 +102,7 @@ class Agreement:
 
     @classmethod
     def between(cls, local: LocalRank, table_bytes: bytes) -> Agreement:
-        """The agreement with an instance, from its encoded table. Raises `LayoutError` if the layouts do not match."""
+        """`table_bytes`: the peer's encoded table. Raises `LayoutError` if the layouts do not match."""
         table = LayoutTable.decode(table_bytes)
         return cls(table_bytes, table, elect(local.table, table), elect(table, local.table))
 
@@ -113,7 +112,7 @@ class Agreement:
         return self.outgoing.digest + self.incoming.digest
 
     def check_digests(self, theirs: bytes) -> None:
-        """Raise `LayoutError` if the peer has computed different elections."""
+        """Raises `LayoutError` if the peer has computed different elections."""
         if theirs[32:] + theirs[:32] != self.digests:
             raise LayoutError(f"plans differ: digest {self.digests.hex()[:16]}… here, {theirs[32:].hex()[:16]}… at the peer")
 
@@ -136,9 +135,8 @@ class Agreement:
     def plans(
         self, local: LocalRank, rank: int, placements: Mapping[str, Placement], regions: Sequence[RemoteRegion], *, peer: str
     ) -> tuple[TransferPlan, TransferPlan]:
-        """The plans from this rank to `rank`, and from `rank` to this one.
-
-        Raises `LayoutError` if the memory of `rank` contradicts its layouts.
+        """The plans from this rank to `rank`, and from `rank` to this one. Raises `LayoutError` if the memory of `rank`
+        contradicts its layouts.
         """
         group_rank = rank % self.group_size
         for layout in self.table.ranks[group_rank].components:
@@ -155,8 +153,8 @@ class Agreement:
         )
 
     def checksum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, ChecksumPlan]:
-        """What this rank checks of what it writes to `rank`, by component. Raises `LayoutError` for a component that is
-        converted: the numbers of both sides have other bits.
+        """What this rank checks of what it writes to `rank`, by component. Raises `LayoutError` for a converted component,
+        whose numbers have other bits on both sides.
         """
         for name, roles in self.outgoing.converted:
             what = f"component {name!r}, tensor {roles[0]!r}"
@@ -169,20 +167,20 @@ class Agreement:
         return frozenset(self.outgoing.readers(local.topology.group_rank))
 
     def writers(self, local: LocalRank, group: int) -> list[int]:
-        """The ranks of the peer's group that write to this rank."""
+        """Ranks of the peer's group that write to this rank."""
         return [group * self.group_size + writer for writer in self.incoming.writers(local.topology.group_rank)]
 
     def idle_writers(self, local: LocalRank, group: int) -> list[int]:
-        """The ranks of the peer's group that write to no rank of this one's. They learn of a request from the first rank of
-        this one's group; empty on the others.
+        """Ranks of the peer's group that write to no rank of this one's. The first rank of this one's group tells them of a
+        request; empty on the others.
         """
         if local.topology.group_rank:
             return []
         return [group * self.group_size + rank for rank in self._idle]
 
     def partners(self, local: LocalRank) -> frozenset[int]:
-        """The ranks of the peer instance that this rank connects to: those that it exchanges bytes with, those that tell it of
-        requests or that it tells, and the leader. A leader connects to every rank. Both sides compute the same pairs.
+        """The ranks of the peer instance that this rank connects to: those that it exchanges bytes with, those that tell it
+        of requests or that it tells, and the leader, which connects to every rank. Both sides compute the same pairs.
         """
         if local.topology.rank == 0:
             return frozenset(range(self.num_ranks))
@@ -217,7 +215,7 @@ class Agreement:
 
 
 def expected_tokens(owned: Owned | None, need: tuple[int, int]) -> tuple[int, int]:
-    """The part of `need` that a writer must send: the hull of its tokens inside it. `owned` is `None` for a slot."""
+    """The hull of a writer's tokens inside `need`. `owned` is `None` for a slot."""
     start, stop = need
     if owned is None or isinstance(owned, Periodic):
         return need

@@ -20,9 +20,9 @@ from disagg.layout.plan import ComponentPlan, RowSpace, edges, first_page, owned
 from disagg.layout.tables import ComponentLayout
 
 Stream = _native.Stream
-"""One side's bytes of a request, in the order of `bind`, to gather from or scatter to."""
+"""One side's bytes of a request, in the order of `bind`."""
 MAX_TOKENS = 2**24
-"""Limit on the tokens of one range: peers send ranges."""
+"""Per range: peers send ranges."""
 
 
 def bind(
@@ -38,16 +38,16 @@ def bind(
 ) -> CopyBatch:
     """The copies of tokens `[start, stop)` of one request, in `layers`, of what both sides own. Slots have no `tokens`.
 
-    Copies are in order of spans, layers, tokens and dims; neighbours are joined. `num_tokens` is the length of the whole
-    request if `tokens` is only a part of it; shares depend on it. With `out` the batch lies in its memory and is valid until
-    `out` is used again. Raises `LayoutError`, with the first needed position that has no page or slot inside its pool.
+    Copies are in order of spans, layers, tokens and dims; neighbours are joined. `num_tokens`: the length of the whole
+    request if `tokens` is only a part; shares depend on it. With `out` the batch lies in its memory and is valid until `out`
+    is used again. Raises `LayoutError`, with the first needed position that has no page or slot inside its pool.
     """
     bound = bind_rows(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
     return bound.copies(out=out, num_threads=num_threads)
 
 
 class BoundRows(msgspec.Struct, frozen=True, eq=False):
-    """A plan's span classes and a request's runs of tokens: the source of its copies and streams."""
+    """Span classes (`numbers` in the plan) and a request's runs of tokens for each."""
 
     plan: ComponentPlan
     numbers: Sequence[int]
@@ -60,7 +60,7 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         return [self.plan.cores[number] for number in self.numbers]
 
     def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
-        """The runs over `span_shapes(plan)`, where the plan's first shape has number `first`."""
+        """The runs over `span_shapes(plan)`, whose first shape has number `first`."""
         chosen = None if self.layers is None or tuple(self.layers) == self.plan.layers else self.layers
         found = []
         for number, runs in zip(self.numbers, self.runs, strict=True):
@@ -69,16 +69,16 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         return tuple(found)
 
     def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
-        """The copies, as `bind` returns them."""
+        """As `bind` returns them."""
         columns = Columns() if out is None else out
         return CopyBatch.of_columns(*_native.expand(self.spans, self.runs, self.layers, num_threads, columns))
 
     def num_copies(self) -> int:
-        """The number of copies that `bind` returns, before it joins neighbours in different layers or spans."""
+        """Before neighbours in different layers or spans are joined."""
         return _native.num_copies(self.spans, self.runs, self.layers)
 
     def has_copies(self, count: int) -> bool:
-        """Whether `num_copies` is at least `count`. Counting the first `count` runs is usually enough."""
+        """Whether `num_copies` is at least `count`; counting the first runs is usually enough."""
         first = _native.num_copies(self.spans, [runs[:count] for runs in self.runs], self.layers)
         return first >= count or self.num_copies() >= count
 
@@ -89,7 +89,7 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         return stream.total, stream.num_pieces
 
     def append_to(self, stream: _native.Stream) -> None:
-        """Append the bytes of the copies, in order, to a stream of either side."""
+        """The bytes are appended in the order of the copies."""
         stream.append(self.spans, self.runs, self.layers)
 
 
@@ -103,7 +103,7 @@ def bind_rows(
     layers: Sequence[int] | None = None,
     spans: Sequence[int] | None = None,
 ) -> BoundRows:
-    """Bind a plan to a request's rows, as `bind` does. `spans` selects span classes by number; `None` means all."""
+    """As `bind`. `spans` selects span classes by number; `None` means all."""
     by_granule: dict[int, Ints] = {}
     runs: list[Ints] = []
     numbers = range(len(plan.spans)) if spans is None else spans
@@ -116,7 +116,7 @@ def bind_rows(
 
 
 def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
-    """The span classes of a plan for engines that compute addresses themselves."""
+    """For engines that compute addresses themselves."""
     spaces = plan.source, plan.destination
     return tuple(
         SpanShape(
@@ -164,7 +164,7 @@ def token_runs(
 
 
 def _check_range(tokens: tuple[int, int], name: str) -> None:
-    """Raise `LayoutError` for a range of tokens that is invalid or too long. It may come from a peer."""
+    """Raises `LayoutError`: the range may come from a peer."""
     start, stop = tokens
     if not 0 <= start <= stop <= start + MAX_TOKENS or stop >= 2**62:
         raise LayoutError(f"component {name!r}: expected a token range of at most {MAX_TOKENS} tokens, found [{start}, {stop})")
@@ -179,7 +179,7 @@ def _slot(rows: Rows, space: RowSpace, name: str, side: str) -> int:
 
 
 def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str, side: str) -> _native.PageList:
-    """One side's pages as the compiled core takes them."""
+    """As the compiled core takes them."""
     if not isinstance(rows, Pages):
         raise LayoutError(f"component {name!r}, {side}: expected Pages, found {type(rows).__name__}")
     if space.page_size % granule:
@@ -198,7 +198,7 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str
 
 
 def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side: str) -> LayoutError:
-    """The error for the first needed token that has no page inside its pool."""
+    """For the first needed token that has no page inside its pool."""
     assert isinstance(rows, Pages)
     _, listed, token, row = fault
     where = f"component {name!r}, {side}"
@@ -213,8 +213,8 @@ def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side
 def check_rows(
     layout: ComponentLayout, placement: Placement, rows: Rows, need: tuple[int, int]
 ) -> npt.NDArray[np.integer[Any]]:
-    """Check that `rows` have a separate place for every needed token that this rank owns. Returns the ids of those that have
-    one, some perhaps more than once.
+    """Check that `rows` have a separate place for every needed token that this rank owns. Returns the ids of the rows used,
+    some perhaps more than once.
 
     Raises `LayoutError`, with the first token without a page inside the pool, or a page that would be written twice.
     """
@@ -247,8 +247,8 @@ def _check_twice(runs: Ints, space: RowSpace, name: str, side: str) -> None:
 def listed_rows(
     layout: ComponentLayout, placement: Placement, rows: Rows, tokens: tuple[int, int] | None
 ) -> npt.NDArray[np.integer[Any]]:
-    """The ids of the listed rows inside the pool that hold `tokens` (`None`: all). If this rank's tokens depend on the length
-    of the request, all listed rows.
+    """The ids of the listed rows inside the pool that hold `tokens` (`None`: all). If this rank's tokens depend on the
+    request's length, all listed rows.
     """
     space = row_space(layout, placement)
     ids = np.array([rows.id]) if isinstance(rows, Slot) else rows.ids

@@ -1,9 +1,9 @@
 """Checksums of state: each side computes them over its own layout, and they are equal if the right bytes arrived.
 
-`_native.digest` multiplies every element by a weight for its coordinates and adds up. The coordinates are the layer, the place
-among the tokens that the *destination* rank owns, and the global position on every inner axis. They do not depend on where an
-element lies in memory. So the writers' checksums add up to the destination's, and bytes in the wrong place change a checksum
-as wrong bytes do. Checksums are kept by layer and by page of the destination, so that a difference can be located.
+`_native.digest` weighs every element by its coordinates and adds up. The coordinates are the layer, the place among the
+tokens that the *destination* rank owns, and the global position on every inner axis. They do not depend on where an element
+lies in memory, so the writers' checksums add up to the destination's. Checksums are kept by layer and by page of the
+destination, so that a difference can be located.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
 
 Words = npt.NDArray[np.uint64]
 ChecksumFunction = Callable[..., int]
-"""A function with the parameters of `_native.digest`, which reads memory of this process or of a GPU."""
+"""As `_native.digest`, over memory of this process or of a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +48,8 @@ class ChecksumBox:
 
 @dataclass(frozen=True, eq=False)
 class ChecksumPlan:
-    """What one side checks of a component for one destination rank: its own boxes and rows, and the destination's rows.
-
-    `layers` are all layers of the destination rank, by any writer, in ascending order.
+    """What one side checks of a component for one destination rank. `layers`: all of the destination rank, by any writer,
+    ascending.
     """
 
     name: str
@@ -99,7 +98,7 @@ def writer_plans(
 
 
 def reader_plan(layout: ComponentLayout, placement: Placement) -> ChecksumPlan:
-    """What a destination rank checks of a component: everything that it owns."""
+    """A destination rank checks everything that it owns."""
     boxes = []
     for tensor in layout.tensors:
         if not tensor.layers:
@@ -137,9 +136,7 @@ def _hash(data: bytes) -> int:
 
 
 def page_range(plan: ChecksumPlan, need: tuple[int, int]) -> range:
-    """The destination's pages that hold tokens of `need`, by index among the pages of the request. State with one row per
-    request counts as one page.
-    """
+    """The destination's pages that hold tokens of `need`, by index in the request. A slot counts as one page."""
     space = plan.destination
     if space.tokens is None:
         return range(1)
@@ -148,10 +145,8 @@ def page_range(plan: ChecksumPlan, need: tuple[int, int]) -> range:
 
 
 def check_listed(plan: ChecksumPlan, rows: Rows, need: tuple[int, int]) -> None:
-    """Check that the destination, a peer, lists as many pages as its `need` spans: each of them gets a checksum. It may list
-    one less, since a granule of tokens that is not complete has no place.
-
-    Raises `LayoutError`.
+    """Raises `LayoutError` if the destination, a peer, lists fewer pages than its `need` spans: each page gets a checksum.
+    It may list one less, since an incomplete granule of tokens has no place.
     """
     if plan.destination.tokens is None:
         return
@@ -173,9 +168,8 @@ def checksum_rows(
     num_threads: int = 1,
     digest: ChecksumFunction = _native.digest,
 ) -> Checksums:
-    """The checksums of `rows` for tokens `[start, stop)` of `need`, in `layers` (`None`: all).
-
-    `digest` reads the memory. Raises `LayoutError` if a needed token has no page inside the pool.
+    """For tokens `[start, stop)` of `need`, in `layers` (`None`: all). Raises `LayoutError` if a needed token has no page
+    inside the pool.
     """
     pages = page_range(plan, need)
     checksums = Checksums.zero(plan, pages)
@@ -220,7 +214,7 @@ def _runs(
 
 
 def difference(plan: ChecksumPlan, rows: Rows, pages: range, *, expected: Checksums, found: Checksums) -> str:
-    """Where checksums differ: the component, the first layer and the first page. Empty if they are equal."""
+    """The first layer and the first page that differ, in words; empty if checksums are equal."""
     layers = np.flatnonzero(expected.by_layer != found.by_layer)
     numbers = np.flatnonzero(expected.by_page != found.by_page)
     if not len(layers) and not len(numbers):

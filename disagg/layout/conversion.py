@@ -1,8 +1,8 @@
-"""Conversion of numbers: the formats between which a writer converts, and with which scales.
+"""Conversion of numbers: the dtypes between which a writer converts, and with which scales.
 
-A tensor with `scales` holds numbers: each element times its layer's scale. A peer may hold the same numbers in another format.
-The writer then stores them as the destination's engine would: `number / scale`, by the destination's `rounding`, in single
-precision. Formats of 16 and 32 bits have scale 1, and always get the nearest number.
+A tensor with scales holds numbers: element times scale. The writer stores them as the destination's engine would: `number /
+scale`, by the destination's `rounding`, in single precision. Formats of 16 and 32 bits have scale 1, and get the nearest
+number.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from disagg.core.errors import LayoutError
 from disagg.core.formats import FLOATS, QUANTIZED, ROUNDINGS
 
 SMALLEST, LARGEST = 2.0**-149, 2.0**128 - 2.0**104
-"""The positive numbers of single precision lie between them."""
+"""Bounds of the positive numbers of single precision."""
 
 TWICE = "numbers would be quantized twice"
 
 
 class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the elements of a tensor mean: the scale of each layer, in the order of the layers in memory. With an `axis` these
-    are the scales of each position of it that this rank owns, layer after layer. `rounding` is one of `disagg.core.formats`, or
-    `None` if nobody but the engine can make such numbers.
+    """What the elements of a tensor mean. `scales`: by layer, in memory order; with an `axis`, by each position of it that
+    this rank owns, layer after layer. `rounding` is one of `disagg.core.formats`, or `None` if only the engine can make such
+    numbers.
     """
 
     scales: tuple[float, ...]
@@ -39,7 +39,7 @@ class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Conversion(msgspec.Struct, frozen=True):
-    """How a span class is converted: the dtypes of both sides, and a scale for each pair of its bases."""
+    """`scales`: one for each pair of a span class's bases."""
 
     source: str
     destination: str
@@ -48,8 +48,8 @@ class Conversion(msgspec.Struct, frozen=True):
 
 
 def check_numbers(dtype: str, numbers: Numbers, num_layers: int, num_positions: int, what: str) -> None:
-    """Raise `LayoutError` unless a tensor of `dtype` can hold such numbers in `num_layers` layers, of which each has scales for
-    `num_positions`.
+    """Raises `LayoutError` unless a tensor of `dtype` can hold such numbers, with scales for `num_positions` in each of
+    `num_layers` layers.
     """
     if dtype not in FLOATS + QUANTIZED:
         raise LayoutError(f"{what}: expected a dtype among {', '.join(FLOATS + QUANTIZED)} for scales, found {dtype}")
@@ -61,7 +61,7 @@ def check_numbers(dtype: str, numbers: Numbers, num_layers: int, num_positions: 
 
 
 class Held(NamedTuple):
-    """The numbers of a role on all ranks of an instance. `scales` are by layer and position of `axis`; 0 without it."""
+    """The numbers of a role on all ranks of an instance. `scales`: by layer and position of `axis` (0 without one)."""
 
     dtype: str
     rounding: str | None
@@ -70,15 +70,12 @@ class Held(NamedTuple):
 
 
 def place_of(place: tuple[int, int], axis: str | None) -> str:
-    """A layer, and the position of an axis, in words."""
     return f"layer {place[0]}" + (f", {axis} {place[1]}" if axis is not None else "")
 
 
 def rule(ours: Held, theirs: Held) -> bool:
-    """Whether numbers are converted between two instances.
-
-    Raises `LayoutError`, with what both have, for numbers that were quantized and would be quantized again, and for a format of
-    8 bits whose rounding is not known.
+    """Whether numbers are converted between two instances. Raises `LayoutError` for numbers that would be quantized twice,
+    and for a format of 8 bits whose rounding is not known.
     """
     if ours.dtype == theirs.dtype:
         if ours.axis != theirs.axis:

@@ -1,6 +1,5 @@
-"""Election of one writer for each destination byte, since several source ranks may hold it.
-
-`elect` reads only the layout tables of both instances, so both sides compute the same election. They compare its digest.
+"""Election of one writer for each destination byte, since several source ranks may hold it. Both sides compute the same
+election from the layout tables, and compare its digest.
 """
 
 from __future__ import annotations
@@ -23,23 +22,21 @@ from disagg.layout.ownership import Interval, Owned, Periodic, Share
 from disagg.layout.tables import Axis, ComponentLayout, LayoutTable, TensorLayout, agreed_components, converted
 
 Box = tuple[Interval, ...]
-"""One interval on each inner axis of a tensor, in the destination layout's order of axes."""
+"""An interval on each inner axis of a tensor, in the destination's order of axes."""
 MAX_TOKEN_PERIOD = 2**20
 """Limit on the tokens after which the sources' ownership of tokens repeats."""
 MAX_STEPS = 2**23
-"""Limit on the comparisons of one election, about five seconds: tables come from peers, and their parts multiply. The largest
-layouts of real models take a quarter of it.
+"""Limit on comparisons, about five seconds: tables come from peers, and their parts multiply. The largest layouts of real
+models take a quarter of it.
 """
 
 _Flows = dict[tuple[int, int, str, str, Box], list[int]]
 """Layers by (source, destination, component, role, box)."""
 _Turns = dict[tuple[int, ...], Iterator[int]]
-"""For each group of replicas, whose turn it is to write."""
+"""Whose turn it is to write, by group of replicas."""
 
 
 class _Steps:
-    """Comparisons of one election so far."""
-
     def __init__(self) -> None:
         self._taken = 0
 
@@ -62,8 +59,8 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
-    """One writer for each destination byte, as flows between group ranks. `converted`: the roles, by component, whose numbers
-    the destination holds in another format.
+    """Flows between group ranks. `converted`: the roles, by component, whose numbers the destination holds in another
+    format.
     """
 
     components: tuple[str, ...]
@@ -72,30 +69,29 @@ class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the election: equal for equal elections."""
+        """SHA-256; equal for equal elections."""
         return hashlib.sha256(encode(self)).digest()
 
     @cached_property
     def by_pair(self) -> dict[tuple[int, int], tuple[Flow, ...]]:
-        """Flows by (source group rank, destination group rank)."""
+        """By (source group rank, destination group rank)."""
         pairs: dict[tuple[int, int], list[Flow]] = defaultdict(list)
         for flow in self.flows:
             pairs[flow.source, flow.destination].append(flow)
         return {pair: tuple(flows) for pair, flows in pairs.items()}
 
     def writers(self, destination: int) -> tuple[int, ...]:
-        """Group ranks that write to `destination`."""
+        """Group ranks."""
         return tuple(sorted({source for source, found in self.by_pair if found == destination}))
 
     def readers(self, source: int) -> tuple[int, ...]:
-        """Group ranks that `source` writes to."""
+        """Group ranks."""
         return tuple(sorted({destination for found, destination in self.by_pair if found == source}))
 
 
 def elect(source: LayoutTable, destination: LayoutTable) -> Election:
-    """Elect one writer for each destination byte.
-
-    If R source ranks hold the same bytes, each writes 1/R of the (component, layer) pairs, give or take one.
+    """Elect one writer for each destination byte. If R source ranks hold the same bytes, each writes 1/R of the (component,
+    layer) pairs, give or take one.
 
     Raises `LayoutError` if the tables do not match, and for a destination byte without a source, with the axis, what the
     destination needs and what the sources own.
@@ -116,7 +112,7 @@ def elect(source: LayoutTable, destination: LayoutTable) -> Election:
 
 
 class _Sources:
-    """The source ranks that hold any of one tensor: in order, and those `alike`, which own the same of its inner axes."""
+    """The source ranks that hold any of one tensor. Those `alike` own the same of its inner axes."""
 
     def __init__(self) -> None:
         self.ranks: list[tuple[int, TensorLayout]] = []
@@ -128,7 +124,7 @@ class _Sources:
 
 
 def _holders(layouts: tuple[ComponentLayout | None, ...]) -> dict[str, _Sources]:
-    """The source ranks that hold any of a component, by role."""
+    """By role."""
     found: dict[str, _Sources] = defaultdict(_Sources)
     for rank, layout in enumerate(layouts):
         for tensor in layout.tensors if layout else ():
@@ -145,7 +141,6 @@ def _elect_component(
     flows: _Flows,
     steps: _Steps,
 ) -> None:
-    """Add the flows of one component of one destination rank."""
     by_layer: dict[int, list[tuple[TensorLayout, Box, list[tuple[int, ...]]]]] = defaultdict(list)
     for tensor in component.tensors:
         where = f"component {component.name!r}, tensor {tensor.role!r}, destination rank {reader}"
@@ -201,7 +196,7 @@ def _holds(axis: Axis, part: Interval) -> bool:
 
 
 def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tuple[int, ...]]:
-    """Ranks grouped by the tokens they own: ranks of one group are replicas, and the groups partition the tokens."""
+    """Ranks grouped by the tokens they own: ranks of a group are replicas, and the groups partition the tokens."""
     classes: dict[Owned | None, list[int]] = defaultdict(list)
     for rank, held in ranks:
         classes[held.token.owned if held.token else None].append(rank)
@@ -211,7 +206,7 @@ def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tu
 
 
 def _check_tokens(owned: Sequence[Owned], where: str) -> None:
-    """Raise `LayoutError` unless the sources own each token of every request exactly once."""
+    """Raises `LayoutError` unless the sources own each token of every request exactly once."""
     if not _is_partition(tuple(owned)):
         raise LayoutError(
             f"{where}, axis 'token': expected sources that own each token once, found {', '.join(map(str, owned))}"
@@ -220,7 +215,6 @@ def _check_tokens(owned: Sequence[Owned], where: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_partition(owned: tuple[Owned, ...]) -> bool:
-    """Whether every token of a request of any length is owned exactly once."""
     periodic = [each for each in owned if isinstance(each, Periodic)]
     shares = [each for each in owned if isinstance(each, Share)]
     if len(periodic) == len(owned):
@@ -240,7 +234,6 @@ def _is_partition(owned: tuple[Owned, ...]) -> bool:
 
 
 def _uncovered(where: str, tensor: TensorLayout, box: Box, layer: int, sources: Sequence[tuple[int, TensorLayout]]) -> str:
-    """The error for a box that no source holds in `layer`."""
     needs = ", ".join(f"{axis.name!r} {part}" for axis, part in zip(tensor.inner_axes, box, strict=True))
     owned = "; ".join(
         ", ".join(f"{axis.name!r} {axis.owned}" for axis in held.inner_axes) + f" (source rank {rank})"

@@ -10,7 +10,7 @@ from disagg.core.errors import LayoutError
 
 
 def encode(value: object) -> bytes:
-    """`value` in MessagePack. Equal values give equal bytes. Integers may be NumPy's; raises `LayoutError` for other types."""
+    """MessagePack. Equal values give equal bytes. Integers may be NumPy's; raises `LayoutError` for other types."""
     return msgspec.msgpack.encode(value, enc_hook=_plain_integer)
 
 

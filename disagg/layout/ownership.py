@@ -1,4 +1,4 @@
-"""Ownership of axes: which positions of an axis a rank holds, in which order, and how two ownerships overlap.
+"""Ownership of axes: which positions a rank holds, in which order, and how two ownerships overlap.
 
 The *local index* of a position is its place in memory order among the positions that the rank owns.
 """
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 class Intervals(msgspec.Struct, frozen=True, tag="intervals", tag_field="form", forbid_unknown_fields=True):
-    """Disjoint intervals, stored one after the other in the given order."""
+    """Disjoint intervals, stored in the given order."""
 
     parts: tuple[Interval, ...]
 
@@ -67,7 +67,7 @@ class Intervals(msgspec.Struct, frozen=True, tag="intervals", tag_field="form", 
 
 
 class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", forbid_unknown_fields=True):
-    """The positions `p >= offset` with `(p - offset) mod period < run`, in ascending order."""
+    """The positions `p >= offset` with `(p - offset) mod period < run`, ascending."""
 
     offset: int
     run: int
@@ -81,7 +81,7 @@ class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", fo
         return f"{self.run} of every {self.period} from {self.offset}"
 
     def within(self, size: int) -> Intervals:
-        """The owned positions of an axis of `size` positions. Raises `LayoutError` above `MAX_PARTS` intervals."""
+        """Raises `LayoutError` above `MAX_PARTS` intervals."""
         if self.run == self.period:
             return interval(self.offset, size)
         starts = range(self.offset, size, self.period)
@@ -90,12 +90,10 @@ class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", fo
         return Intervals(tuple(Interval(start, min(start + self.run, size)) for start in starts))
 
     def locate(self, positions: Ints) -> Ints:
-        """The local index of each position; -1 if it is not owned."""
         repeat, inside = np.divmod(positions - self.offset, self.period)
         return np.where((repeat >= 0) & (inside < self.run), repeat * self.run + inside, -1)
 
     def count_below(self, position: int) -> int:
-        """How many owned positions are smaller than `position`."""
         if position <= self.offset:
             return 0
         repeats, inside = divmod(position - self.offset, self.period)
@@ -105,8 +103,8 @@ class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", fo
 class Share(msgspec.Struct, frozen=True, tag="share", tag_field="form", forbid_unknown_fields=True):
     """The `index`-th of `parts` contiguous shares of an axis whose length depends on the request.
 
-    The axis is divided into granules of `granule` positions. Of `n` granules each share has `n // parts`, and the first
-    `n % parts` shares have one more (context parallel prefill by pages, SGLang).
+    Of `n` granules of `granule` positions each share has `n // parts`, and the first `n % parts` shares have one more
+    (context parallel prefill by pages, SGLang).
     """
 
     index: int
@@ -121,7 +119,6 @@ class Share(msgspec.Struct, frozen=True, tag="share", tag_field="form", forbid_u
         return f"share {self.index} of {self.parts} by {self.granule}"
 
     def within(self, size: int) -> Intervals:
-        """The share of an axis of `size` positions."""
         num_granules = -(-size // self.granule)
         base, rest = divmod(num_granules, self.parts)
         start = self.index * base + min(self.index, rest)
@@ -130,7 +127,6 @@ class Share(msgspec.Struct, frozen=True, tag="share", tag_field="form", forbid_u
 
 
 Owned = Intervals | Periodic | Share
-"""The positions of an axis that a rank owns."""
 EVERYTHING = Periodic(0, 1, 1)
 """The whole axis, at any length."""
 
@@ -140,7 +136,7 @@ def _clip(parts: Iterable[Interval], size: int) -> Intervals:
 
 
 def interval(start: int, stop: int) -> Intervals:
-    """The positions `[start, stop)`; none if that is empty."""
+    """No positions if `start >= stop`."""
     return Intervals((Interval(start, stop),) if start < stop else ())
 
 
@@ -154,7 +150,7 @@ def cuts(owned: Owned) -> tuple[int, ...]:
 
 
 def positions_to_intervals(positions: Iterable[int]) -> Intervals:
-    """Positions in memory order, such as layer ids, as intervals in the same order."""
+    """Positions in memory order, such as layer ids."""
     parts: list[Interval] = []
     for position in positions:
         if parts and parts[-1].stop == position:
@@ -175,7 +171,7 @@ def split(size: int, parts: int, index: int) -> Interval:
 
 
 class Piece(NamedTuple):
-    """`length` common positions: their first local indices on the two sides."""
+    """`length` common positions, and their first local indices on both sides."""
 
     source_offset: int
     destination_offset: int
@@ -183,9 +179,8 @@ class Piece(NamedTuple):
 
 
 def overlap(source: Owned, destination: Owned, *, size: int) -> tuple[Piece, ...]:
-    """The positions that both sides own of an axis of `size`, as pieces in ascending global order.
-
-    Each common position is in exactly one piece, at both its local indices. No other position is in a piece.
+    """The positions that both sides own, as pieces in ascending global order. Each is in exactly one piece, at both its
+    local indices.
     """
     pieces: list[Piece] = []
     ours, theirs = _with_offsets(source.within(size)), _with_offsets(destination.within(size))

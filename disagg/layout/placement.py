@@ -1,4 +1,4 @@
-"""Components and where their rows lie in memory, and checks of a server's tensors against a declaration."""
+"""Components, where their rows lie in memory, and checks of a server's tensors against a declaration."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from disagg.layout.tables import LAYER, Axis, ComponentLayout, TensorLayout
 
 
 class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one role's rows lie: row `i` of `layers[n]` starts at address `bases[n] + i * row_stride`.
-
-    `strides` has the bytes between neighbouring local positions, for the token axis and each inner axis.
+    """Row `i` of `layers[n]` starts at address `bases[n] + i * row_stride`. `strides`: bytes between neighbouring local
+    positions, for the token axis and each inner axis.
     """
 
     role: str
@@ -44,7 +43,7 @@ class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.array([bases[layer] + offset for layer in layers], dtype=np.uint64)
 
     def box_offset(self, tensor: TensorLayout, box: Mapping[str, Interval]) -> int:
-        """The bytes from the start of a row to the first element of a box of the inner axes, which this rank owns."""
+        """Bytes from the start of a row to the first element of a box of the inner axes, which this rank owns."""
         offset = 0
         for name, part in box.items():
             axis = tensor.axis(name)
@@ -54,7 +53,7 @@ class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """Where a rank's rows of a component lie: `num_rows` pages of `page_size` tokens, or `num_rows` slots (`page_size` 1)."""
+    """A rank's rows of a component: `num_rows` pages of `page_size` tokens, or `num_rows` slots (`page_size` 1)."""
 
     component: str
     page_size: int
@@ -69,7 +68,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tr
             )
 
     def tensor(self, role: str) -> TensorPlacement:
-        """The placement of that role. Raises `LayoutError` if there is none."""
+        """Raises `LayoutError` if there is none."""
         for tensor in self.tensors:
             if tensor.role == role:
                 return tensor
@@ -79,9 +78,8 @@ class Placement(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tr
 def check_placement(
     placement: Placement, layout: ComponentLayout, regions: Sequence[MemoryRegion | RemoteRegion], *, whose: str
 ) -> None:
-    """Check that every row of every tensor of `layout` lies inside one of `regions`.
-
-    Raises `LayoutError`, with the first tensor and layer that does not.
+    """Raises `LayoutError`, with the first tensor and layer, unless every row of every tensor lies inside one of
+    `regions`.
     """
     for tensor in layout.tensors:
         if not tensor.layers:
@@ -101,7 +99,7 @@ def check_placement(
 
 
 def _num_positions(axis: Axis, page_size: int, what: str) -> int:
-    """The number of local positions of an axis in one row."""
+    """Local positions in one row."""
     if axis.size is not None:
         return axis.owned.within(axis.size).count_below(axis.size)
     if page_size % axis.granule:
@@ -131,9 +129,8 @@ ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
 
 
 def parse_axes(axes: str, *, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """The axes in a declaration such as `"page token kv_head dim"`, or of an order with a name, such as `"nhd"`.
-
-    Raises `ConfigError` for unknown or repeated names.
+    """The axes in a declaration such as `"page token kv_head dim"`, or of a named order such as `"nhd"`. Raises
+    `ConfigError` for unknown or repeated names.
     """
     if not isinstance(axes, str):
         raise ConfigError(f"{what}: expected axes as a str, found {axes!r}")
@@ -156,8 +153,8 @@ def tensor_placement(
 ) -> tuple[TensorPlacement, int, tuple[MemoryRegion, ...]]:
     """The placement of one role over its layers, the number of rows, and the memory to register.
 
-    `sizes` gives the local size of every axis except the row axis. Raises `ConfigError`, with the layer, the axis and both
-    values, if a tensor's number of axes, sizes, strides or dtype differ from the declaration or from the first layer's.
+    `sizes`: the local size of every axis but the row axis. Raises `ConfigError`, with the layer, the axis and both values,
+    if a tensor differs from the declaration or from the first layer's.
     """
     first_layer, first = next(iter(tensors.items()))
     for layer, tensor in tensors.items():

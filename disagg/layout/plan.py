@@ -1,8 +1,4 @@
-"""Plans: what one source rank writes to one destination rank, for any request.
-
-`make_plan` takes one pair of ranks out of an election and describes its copies by shape. `binding.bind` adds the rows of a
-request and gives addresses.
-"""
+"""Plans: what one source rank writes to one destination rank, for any request. `binding.bind` adds the rows of a request."""
 
 from __future__ import annotations
 
@@ -28,10 +24,10 @@ from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
 class SpanClass:
     """Copies of one shape: one run of bytes for each pair of bases, each run of tokens, and each step of `dims`.
 
-    `layers` are those of the bases: a layer may have several. `source_bases` and `destination_bases`, uint64 `[layers]`,
-    include the offsets of the box. `dims` are `(count, source_stride, destination_stride)` in bytes, outermost first. A token
-    run of `n` positions is one run of `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. With a
-    `conversion`, `nbytes` are the destination's, and the source has as many elements in its own dtype.
+    `layers` are those of the bases: a layer may have several. The bases, uint64 `[layers]`, include the offsets of the box.
+    `dims` are `(count, source_stride, destination_stride)` in bytes, outermost first. A token run of `n` positions is one
+    run of `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. With a `conversion`, `nbytes` are
+    the destination's; the source has as many elements in its own dtype.
     """
 
     layers: Ints
@@ -47,18 +43,17 @@ class SpanClass:
 
     @property
     def formats(self) -> tuple[str, str, str] | None:
-        """The dtypes of source and destination, and the rounding, if numbers are converted."""
+        """Source dtype, destination dtype and rounding of a conversion."""
         rule = self.conversion
         return None if rule is None else (rule.source, rule.destination, rule.rounding)
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The scale of each pair of bases, if numbers are converted."""
+        """By pair of bases, if numbers are converted."""
         return () if self.conversion is None else self.conversion.scales
 
     @cached_property
     def core(self) -> _native.Span:
-        """The span class as the compiled core takes it."""
         return _native.Span(
             self.layers,
             self.source_bases,
@@ -75,10 +70,7 @@ class SpanClass:
 
 @dataclass(frozen=True, eq=False)
 class RowSpace:
-    """How one side of a component addresses its rows: tokens per page, number of rows, and the tokens it owns.
-
-    `tokens` is `None` for slots.
-    """
+    """How one side of a component addresses its rows. `page_size` is in tokens; `tokens` is `None` for slots."""
 
     page_size: int
     num_rows: int
@@ -86,12 +78,11 @@ class RowSpace:
 
     @cached_property
     def fixed_edges(self) -> tuple[Ints, int] | None:
-        """`edges` of the tokens, if they are the same for every request; `None` if they depend on its length."""
+        """`edges` of the tokens; `None` if they depend on the request's length."""
         return edges(self.tokens) if isinstance(self.tokens, Intervals | Periodic) else None
 
 
 def row_space(layout: ComponentLayout, placement: Placement) -> RowSpace:
-    """How a rank addresses its rows of a component."""
     return RowSpace(placement.page_size, placement.num_rows, layout.tokens)
 
 
@@ -112,7 +103,7 @@ def first_page(space: RowSpace, token: int, num_tokens: int) -> int:
 
 
 def edges(owned: Intervals | Periodic) -> tuple[Ints, int]:
-    """The owned tokens as the compiled core takes them: where intervals start and stop, and their period (0: none)."""
+    """Where intervals start and stop, and their period (0: none), for the compiled core."""
     if isinstance(owned, Periodic):
         return np.array([owned.offset, owned.offset + owned.run]), owned.period
     return np.array(owned.parts, dtype=np.int64).reshape(-1), 0
@@ -129,29 +120,27 @@ class ComponentPlan:
 
     @cached_property
     def cores(self) -> list[_native.Span]:
-        """The span classes as the compiled core takes them."""
         return [span.core for span in self.spans]
 
     @cached_property
     def converts(self) -> bool:
-        """Whether numbers are converted on their way: then all of it is packed."""
+        """Then all of it is packed."""
         return any(span.conversion is not None for span in self.spans)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """The ids of the layers that this pair moves, sorted."""
+        """Ids of the layers that this pair moves, sorted."""
         return tuple(sorted({int(layer) for span in self.spans for layer in span.layers}))
 
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """What one source rank writes to one destination rank, by component."""
+    """What one source rank writes to one destination rank."""
 
     components: dict[str, ComponentPlan]
 
     @cached_property
     def converted(self) -> tuple[str, ...]:
-        """The names of the components that are converted on their way."""
         return tuple(name for name, component in self.components.items() if component.converts)
 
 
@@ -161,7 +150,7 @@ def make_plan(
     source: tuple[int, LayoutTable, Mapping[str, Placement]],
     destination: tuple[int, LayoutTable, Mapping[str, Placement]],
 ) -> TransferPlan:
-    """The plan of one pair of ranks. Each side is its group rank, its instance's table, and its placements by component."""
+    """Each side is its group rank, its instance's table, and its placements by component."""
     components: dict[str, ComponentPlan] = {}
     flows = election.by_pair.get((source[0], destination[0]), ())
     for name, group in itertools.groupby(sorted(flows, key=lambda f: f.component), key=lambda f: f.component):
@@ -174,7 +163,7 @@ def make_plan(
 
 
 def _join_roles(spans: Iterable[SpanClass], source: RowSpace, destination: RowSpace) -> list[SpanClass]:
-    """Make one span class of neighbours whose bytes lie side by side in both memories, as K and V of a page may."""
+    """Join neighbours whose bytes lie side by side in both memories, as K and V of a page may."""
     found: list[SpanClass] = []
     for span in sorted(spans, key=lambda each: int(each.source_bases[0])):
         joined = _joined(found[-1], span, source, destination) if found else None
@@ -237,14 +226,14 @@ def _span(
 def _in_each(
     boxes: Sequence[Mapping[str, Interval]], bases: Callable[[Mapping[str, Interval]], npt.NDArray[np.uint64]]
 ) -> npt.NDArray[np.uint64]:
-    """The bases of several boxes, layer after layer."""
+    """Layer after layer."""
     return np.stack([bases(box) for box in boxes], axis=1).reshape(-1)
 
 
 def _conversion(
     flow: Flow, source: TensorLayout, destination: TensorLayout, box: Mapping[str, Interval]
 ) -> tuple[Conversion | None, str | None]:
-    """How a flow's numbers are converted, and the axis whose positions have scales of their own; `None` if bytes are copied."""
+    """How a flow's numbers are converted, and the axis whose positions have scales of their own."""
     if source.dtype == destination.dtype or source.numbers is None or destination.numbers is None:
         return None, None
     quantized = source if source.dtype in QUANTIZED else destination
@@ -261,8 +250,8 @@ def _fold(
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, int]]:
     """The dims and the run length in bytes, on either side, that cover `axes` in the longest runs of elements of `nbytes`.
 
-    `axes` and dims are `(count, source_stride, destination_stride)`. Innermost first, an axis joins the run if its strides on
-    both sides equal the run's length. Neighbouring dims are joined if the outer one continues the inner one on both sides.
+    `axes` and dims are `(count, source_stride, destination_stride)`. Innermost first, an axis joins the run if its strides
+    on both sides equal the run's length, or the dim that it continues on both sides.
     """
     dims: list[tuple[int, int, int]] = []
     for count, ours, theirs in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: (axis[2], axis[1])):

@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each has, and components that each stage describes for itself."""
+"""Pipeline stages: the layers of each, and components that each stage describes for itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from disagg.layout.tables import ComponentLayout
 Layouts = tuple[ComponentLayout | None, ...]
 
 Gather = Callable[[Any], Sequence[Any]]
-"""Returns what a rank of each pipeline stage gives, in the order of the stages. All of them call it, as with
-`torch.distributed.all_gather_object`.
-"""
+"""Returns what a rank of each pipeline stage gives, in order of stages, as `torch.distributed.all_gather_object` does."""
 
 
 def group_layers(
@@ -24,8 +22,8 @@ def group_layers(
 ) -> tuple[tuple[int, ...], ...]:
     """The layer ids of every pipeline stage, in memory order.
 
-    Without `layers_by_stage` only this rank's own layers are known, and the other stages have none here. Raises `ConfigError`
-    if a layer is listed twice, or if the list contradicts this rank's own layers.
+    Without `layers_by_stage` other stages have none. Raises `ConfigError` if it lists a layer twice, or contradicts this
+    rank's own layers.
     """
     own = tuple(own_layers)
     if layers_by_stage is None:
@@ -48,10 +46,8 @@ def group_layers(
 
 
 def join_stages(describe: Callable[[], Sequence[Component]], *, topology: Topology, gather: Gather) -> list[Component]:
-    """The components of a whole pipeline, where each stage's rank describes its own layers only.
-
-    `describe` returns this rank's components, declared without `layers_by_stage`. The result has them in an order that is the
-    same on every rank, and those of other stages too, of which this rank has no memory.
+    """The components of a whole pipeline, where each stage's rank describes its own layers only, without `layers_by_stage`.
+    Their order is the same on every rank.
 
     Every stage calls this, with or without layers, and takes part in `gather` once. Raises what `describe` raises, and
     `ConfigError` if it failed on another stage, or if two stages describe the same layer.
@@ -84,7 +80,7 @@ def _by_name(components: Sequence[Component]) -> dict[str, Component]:
 
 
 def _join(name: str, stages: Sequence[Mapping[str, Layouts]], topology: Topology) -> Layouts:
-    """The layouts of a component on all ranks. Each stage gives those of its own ranks."""
+    """The layouts of a component on all ranks; each stage gives those of its own."""
     absent: Layouts = (None,) * topology.group_size
     given = [stage.get(name, absent) for stage in stages]
     if any(len(layouts) != topology.group_size for layouts in given):

@@ -1,8 +1,7 @@
 """Layouts: the positions of each tensor's axes that each rank of an instance owns, as immutable values.
 
-A tensor has named global axes. On each axis a rank owns a set of positions, stored in a known order. Re-sharding is
-`ownership.overlap`, axis by axis. Tensor, pipeline, context and expert parallelism, replicas, fused sub-blocks and page sizes
-are different ownerships and need no code of their own.
+On each named global axis a rank owns a set of positions, stored in a known order. Re-sharding is `ownership.overlap`, axis
+by axis. Every kind of parallelism, replicas, fused sub-blocks and page sizes are only different ownerships.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from disagg.layout.ownership import Interval, Intervals, Owned, Periodic, cuts, 
 LAYER = "layer"
 TOKEN = "token"
 MAX_AXIS_SIZE = 2**24
-"""Limit on the size of a constant axis: tables come from peers and are expanded to intervals."""
+"""Tables come from peers and are expanded to intervals, hence these limits."""
 MAX_LAYERS = 2**14
-"""Limit on layer ids, for the same reason."""
 
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One axis of a tensor, and the positions of it that one rank owns.
+    """The positions of one axis that one rank owns.
 
-    `size` is the global number of positions. It is `None` for the token axis, which is as long as the request, and for the
-    layer axis, whose positions are layer ids. On a token axis, `granule` tokens share one position (pooled keys). The position
-    exists once all of these tokens do.
+    `size`: the global number of positions; `None` for the token axis, which is as long as the request, and for the layer
+    axis, whose positions are layer ids. On a token axis `granule` tokens share one position (pooled keys), which exists once
+    all of them do.
     """
 
     name: str
@@ -61,9 +59,8 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one rank owns of one role (`k`, `v`, `conv`, ...) of a component, over all layers.
-
-    With `numbers` a peer may hold the same numbers in another format. Without them its dtype must be the same.
+    """What one rank owns of one role (`k`, `v`, `conv`, ...) of a component, over all layers. With `numbers` a peer may hold
+    the same numbers in another dtype.
     """
 
     role: str
@@ -90,7 +87,7 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
             check_numbers(self.dtype, self.numbers, len(self.layers), num_positions, f"tensor {self.role!r}")
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name. Raises `LayoutError` if there is none."""
+        """Raises `LayoutError` if there is none."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -98,12 +95,12 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Layer ids in memory order."""
+        """Ids in memory order."""
         return tuple(layer for part in self.axis(LAYER).owned.within(2**62).parts for layer in range(*part))
 
     @property
     def _scale_parts(self) -> tuple[Interval, ...]:
-        """The positions that have scales of their own in each layer; a single one without an axis of scales."""
+        """The positions with scales of their own in each layer; a single one without an axis of scales."""
         if self.numbers is None or self.numbers.axis is None:
             return (Interval(0, 1),)
         axis = self.axis(self.numbers.axis)
@@ -113,7 +110,7 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def scales(self) -> dict[tuple[int, int], float]:
-        """The scale of each layer and position of the axis of `numbers`, or position 0; empty without `numbers`."""
+        """By layer and position of the axis of `numbers` (0 without one); empty without `numbers`."""
         if self.numbers is None:
             return {}
         positions = [position for part in self._scale_parts for position in range(*part)]
@@ -125,12 +122,12 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def token(self) -> Axis | None:
-        """The token axis; `None` for state that has one value per request."""
+        """`None` for state that has one value per request."""
         return next((axis for axis in self.axes if axis.name == TOKEN), None)
 
     @cached_property
     def inner_axes(self) -> tuple[Axis, ...]:
-        """The axes of constant size: neither layer nor token."""
+        """Neither layer nor token."""
         return tuple(axis for axis in self.axes if axis.name not in (LAYER, TOKEN))
 
 
@@ -138,10 +135,7 @@ RowKind = Literal["pages", "slot"]
 
 
 class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """What one rank owns of a component: a named group of tensors that share their rows.
-
-    Rows are `pages` of tokens, or one `slot` per request.
-    """
+    """What one rank owns of a component, whose tensors share rows: `pages` of tokens, or one `slot` per request."""
 
     name: str
     rows: RowKind
@@ -164,11 +158,11 @@ class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fie
 
     @cached_property
     def tokens(self) -> Owned | None:
-        """The tokens in this rank's pages; `None` for slots."""
+        """In this rank's pages; `None` for slots."""
         return next((tensor.token.owned for tensor in self.tensors if tensor.token), None)
 
     def tensor(self, role: str) -> TensorLayout:
-        """The tensor of that role. Raises `LayoutError` if there is none."""
+        """Raises `LayoutError` if there is none."""
         for tensor in self.tensors:
             if tensor.role == role:
                 return tensor
@@ -176,8 +170,6 @@ class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fie
 
 
 class RankLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """Everything that one rank owns."""
-
     components: tuple[ComponentLayout, ...]
 
     def __post_init__(self) -> None:
@@ -191,8 +183,6 @@ class RankLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=T
 
 
 class TopologySizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sizes of a topology, without a rank."""
-
     dp: int = 1
     pp: int = 1
     cp: int = 1
@@ -201,7 +191,7 @@ class TopologySizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def topology(self) -> Topology:
-        """The topology with these sizes, at rank 0. Raises `ConfigError` for impossible sizes."""
+        """At rank 0. Raises `ConfigError` for impossible sizes."""
         return Topology(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)
 
 
@@ -218,17 +208,17 @@ class LayoutTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
 
     @cached_property
     def components(self) -> dict[str, tuple[ComponentLayout | None, ...]]:
-        """Each component's layouts by group rank; `None` for ranks that own none of it."""
+        """Layouts by group rank; `None` for ranks that own none of the component."""
         names = dict.fromkeys(c.name for rank in self.ranks for c in rank.components)
         return {name: tuple(rank.by_name.get(name) for rank in self.ranks) for name in names}
 
     def encode(self) -> bytes:
-        """The table as bytes. Equal tables give equal bytes."""
+        """Equal tables give equal bytes."""
         return encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> LayoutTable:
-        """The table in `data`. Raises `LayoutError`, with the path of the wrong value, if there is none."""
+        """Raises `LayoutError` with the path of the wrong value."""
         try:
             return _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -239,7 +229,7 @@ _DECODER = msgspec.msgpack.Decoder(LayoutTable)
 
 
 def layout_table(topology: Topology, per_component: Sequence[Sequence[ComponentLayout | None]]) -> LayoutTable:
-    """The table of an instance, from each component's layouts by group rank."""
+    """`per_component`: layouts by group rank."""
     sizes = TopologySizes(topology.dp, topology.pp, topology.cp, topology.tp, topology.ep)
     ranks = tuple(
         RankLayout(tuple(layouts[i] for layouts in per_component if layouts[i] is not None))  # type: ignore[misc]
@@ -252,8 +242,7 @@ def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...
     """The names of the components that both sides have, sorted.
 
     Raises `LayoutError` if one side lacks a component that is not optional, or if rows, roles, axis names, global sizes,
-    granules or layers of a common component differ. Dtypes may only differ if both sides have `numbers`, with a rule between
-    them.
+    granules or layers of a common one differ. Dtypes may differ only if there is a conversion between both sides' `numbers`.
     """
     names = sorted(local.components.keys() | remote.components.keys())
     agreed = []
@@ -275,7 +264,7 @@ def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...
 
 
 def converted(source: LayoutTable, destination: LayoutTable, component: str) -> tuple[str, ...]:
-    """The roles of a component that are converted on their way. Raises `LayoutError` if there is no rule for one."""
+    """The roles of a component that are converted. Raises `LayoutError` if one would have to be and there is no rule."""
     ours, theirs = _numbers(source, component), _numbers(destination, component)
     found = []
     for role, held in ours.items():
@@ -288,7 +277,7 @@ def converted(source: LayoutTable, destination: LayoutTable, component: str) -> 
 
 
 def _numbers(table: LayoutTable, name: str) -> dict[str, Held]:
-    """Those of each role that has them. Checks that the table's ranks agree."""
+    """Raises `LayoutError` if the table's ranks disagree."""
     found: dict[str, Held] = {}
     for component in table.components.get(name, ()):
         for tensor in component.tensors if component is not None else ():
@@ -307,7 +296,9 @@ def _numbers(table: LayoutTable, name: str) -> dict[str, Held]:
 
 
 def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
-    """What both sides must agree on, by field; `None` if no rank has the component. Checks that the table's ranks agree."""
+    """What both sides must agree on, by field; `None` if no rank has the component. Raises `LayoutError` if the table's
+    ranks disagree.
+    """
     facts: dict[str, object] = {}
     layers: dict[str, set[int]] = {}
     for component in table.components.get(name, ()):

@@ -3,7 +3,7 @@
     spec = load_model("config.json")
     pools = allocate(spec, topology, PoolShape(num_pages=4096))
 
-`spec.states` are the kinds of state. `pools.components` are the components for a manager.
+`pools.components` are the components for a manager.
 """
 
 from disagg.models.describe import from_config

@@ -1,4 +1,4 @@
-"""The decoder of a config: the text side of a multimodal model, and the reasons why some model types are refused."""
+"""The decoder of a config: the text side of a multimodal model, and why some model types are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ MULTIMODAL = frozenset({
     "smolvlm", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral", "voxtral_realtime",
 })  # fmt: skip
 """Models whose decoder is described by their `text_config`. Their other parts make embeddings and keep no state.
-
 `qwen2_5_omni` and `qwen3_omni_moe` are described by their thinker, which has the `text_config`.
 """
 
@@ -35,7 +34,7 @@ _WITHOUT_STATE: Mapping[str, Mapping[str, None]] = {
     "granite_speech_plus": {"window_size": None},
     "paligemma": {"use_bidirectional_attention": None},
 }
-"""Fields of a multimodal model that add no state: those of other parts, and a prompt whose tokens attend to each other."""
+"""Fields that add no state: those of other parts, and a prompt whose tokens attend to each other."""
 
 _ENCODER = "an encoder, which attends both ways and keeps no KV between steps"
 _CROSS = "its decoder attends to an encoder's states, which are not described"
@@ -79,14 +78,11 @@ REFUSED: Mapping[str, str] = {
     "hrm_text": "its layers run several times per token, each with a KV of its own",
     "modernbert-decoder": "its file gives windows in a unit of its own",
 }  # fmt: skip
-"""Model types of transformers that are refused, and why."""
+"""Model types of transformers, and why they are refused."""
 
 
 def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collection[str]) -> Fields:
-    """The fields of a model's decoder, which a multimodal model nests in `text_config`.
-
-    Raises `ConfigError` unless the decoder's `model_type` is one of `supported`.
-    """
+    """Raises `ConfigError` unless the decoder's `model_type` is one of `supported`."""
     if not isinstance(config, Mapping):
         raise ConfigError(f"model {name!r}: expected a JSON object, found {type(config).__name__}")
     kind = config.get("model_type")
@@ -112,7 +108,7 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collectio
 
 
 def _nested(config: Mapping[str, Any], text: object, name: str) -> Mapping[str, Any]:
-    """The values of a `text_config`, with those that the whole model gives for it."""
+    """A `text_config`, with the values that the whole model gives for it."""
     if not isinstance(text, Mapping):
         raise ConfigError(f"model {name!r}, text_config: expected an object, found {reprlib.repr(text)}")
     shared = ("dtype", "torch_dtype", "quantization_config")
@@ -123,7 +119,7 @@ def _nested(config: Mapping[str, Any], text: object, name: str) -> Mapping[str, 
 
 
 def _unknown(name: str, kind: object, known: list[str]) -> ConfigError:
-    """The error for a model type that is not described: why it is refused, or similar types."""
+    """Why a model type is refused, or similar types."""
     found = f"model {name!r}: model_type {reprlib.repr(kind)} is not supported"
     reason = REFUSED.get(kind) if isinstance(kind, str) else None
     if reason is not None:

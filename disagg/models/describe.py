@@ -1,8 +1,4 @@
-"""Reads a model from its config: the kind of each layer, and the states that it leaves.
-
-A model that this library cannot describe in full is refused. The error names the reason: an unknown model type, an unknown kind
-of layer, or a field that means state and that the family does not read.
-"""
+"""Reads a model from its config. A model that cannot be described in full is refused, with the reason."""
 
 from __future__ import annotations
 
@@ -33,10 +29,10 @@ def from_config(
 ) -> ModelSpec:
     """The model that a Hugging Face config describes.
 
-    KV has the weights' dtype, or `kv_dtype`. With `kv_scale_block`, each head or latent has one float32 scale per block of that
-    many elements, and the rotated part of a latent keeps the weights' dtype. Convolution windows have the weights' dtype.
-    Temporal states have `ssm_dtype`, by default the file's, else float32, as in servers (lightning attention: the weights'
-    dtype). `draft_layers` adds the layers of multi-token prediction, as optional components.
+    KV has the weights' dtype, or `kv_dtype`. With `kv_scale_block`, each head or latent has one float32 scale per block of
+    that many elements, and the rotated part of a latent keeps the weights' dtype. Convolution windows have the weights'
+    dtype. Temporal states have `ssm_dtype`, by default the file's, else float32, as in servers (lightning attention: the
+    weights'). `draft_layers` adds the layers of multi-token prediction, as optional components.
 
     Raises `ConfigError`, with the field's name and value, for a field that is missing or wrong and for state that is not
     supported.
@@ -65,7 +61,7 @@ def from_config(
 
 
 def _kinds(fields: Fields, family: Family, listed: Sequence[str] | None, num_layers: int) -> Sequence[str]:
-    """The kind of every layer: as listed, else by the family's rule. Raises `ConfigError` for a kind the family lacks."""
+    """As listed, else by the family's rule. Raises `ConfigError` for a kind the family lacks."""
     kinds = family.rule(fields, num_layers) if listed is None or not family.list_wins else listed
     if listed is not None and family.list_wins:
         fields.kinds_are_settled()
@@ -87,7 +83,7 @@ def _num_draft_steps(fields: Fields) -> int:
 
 
 def _draft_kinds(fields: Fields, family: Family, num_steps: int) -> Sequence[str]:
-    """The kinds of the draft layers, in order of their ids."""
+    """In order of their ids."""
     if num_steps == 0 or not family.draft:
         raise ConfigError(f"model {fields.model!r}: draft layers were requested, but the config describes none")
     listed = fields.items("mtp_layers_block_type", of=str)
@@ -107,9 +103,8 @@ def _states(
     first: int = 0,
     own_sizes: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> list[State]:
-    """One state per maker of the family, over the layers that have it. Layer ids count from `first`.
-
-    Layers with values of their own in `own_sizes` have a state of their own, with a number after its name.
+    """One state per maker of the family, over the layers that have it. Layer ids count from `first`. Layers with values in
+    `own_sizes` have a state of their own, with a number after its name.
     """
     makers = dict.fromkeys(maker for kind in family.states for maker in family.states[kind])
     states = []

@@ -1,7 +1,5 @@
-"""Model families by `model_type`: which kinds of layers each has, and which state a layer of a kind leaves.
-
-A family is one line of `FAMILIES`, and a model of a known family one name in it. The defaults and names are those of
-transformers 5.23 (`configuration_*.py`).
+"""Model families by `model_type`: which kinds of layers each has, and which state a layer of a kind leaves. Defaults and
+names are those of transformers 5.23 (`configuration_*.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from disagg.models.kinds import (
 class Family:
     """How to read the config of one family of models.
 
-    `states` are the makers of each kind's state. `rule` gives the kinds if a file lists none; with `list_wins=False` the rule
-    always applies and a list must agree with it. `sharing` finds layers that read another layer's state, and `own_sizes` the
-    layers whose sizes differ. `draft` are the kinds of one step of multi-token prediction. `names` are the family's own names
-    of fields, and `defaults` values of fields that published files leave out. A block has `layers_per_block` layers.
+    `states`: the makers of each kind's state. `rule` gives the kinds if a file lists none; with `list_wins=False` it always
+    applies and a list must agree. `sharing` finds layers that read another layer's state, `own_sizes` those whose sizes
+    differ. `draft`: the kinds of one step of multi-token prediction. `names`: the family's own names of fields. `defaults`:
+    values of fields that published files leave out. A block has `layers_per_block` layers.
     """
 
     states: Mapping[str, tuple[make.StateMaker, ...]]
@@ -56,7 +54,6 @@ class Family:
 
 
 def _each(family: Family, *types: str) -> Mapping[str, Family]:
-    """The same family for several types."""
     return dict.fromkeys(types, family)
 
 
@@ -255,4 +252,4 @@ FAMILIES: Mapping[str, Family] = {
     "minimax": Family(states={FULL: (_KV_BY_HIDDEN,), LINEAR: (make.lightning,)}, rule=rules.alternating(FULL, LINEAR)),
     **_each(_M3, "minimax_m3_vl_text", "minimax_m3_vl"),
 }  # fmt: skip
-"""Families by `model_type`."""
+"""By `model_type`."""

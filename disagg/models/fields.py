@@ -1,7 +1,5 @@
-"""The fields of a model's `config.json`: each is checked when it is read, and fields left unread are found.
-
-A field that means state and that the model's family does not read is an error that names the field, so no state is left out
-silently.
+"""The fields of a model's `config.json`, checked when they are read. A field that means state and that the family does not
+read is an error that names it, so no state is left out silently.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ from disagg.models.meaning import unread_state
 
 MAX_LAYERS = 4096
 MAX_SIZE = 2**24
-"""Limits against mistakes: no model comes near them, and memory would be allocated for larger values."""
+"""Limits against mistakes: memory would be allocated for larger values."""
 
 _PATTERN_FIELDS = (
     "sliding_window", "sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers", "attention_chunk_size",
     "hybrid_layer_pattern", "layer_group_size", "attn_layer_period", "attn_layer_indices",
 )  # fmt: skip
-"""Fields that say which layers are of which kind, and how large a window is."""
+"""They say which layers are of which kind, and how large a window is."""
 
 
 class Fields:
-    """The fields of one JSON object of a config. Reading a field checks it and marks it as read."""
+    """One JSON object of a config. Reading a field checks it and marks it as read."""
 
     def __init__(
         self,
@@ -49,9 +47,8 @@ class Fields:
         self._sections: dict[str, Fields] = {} if sections is None else sections
 
     def of_family(self, *, names: Mapping[str, str], defaults: Mapping[str, Any]) -> Fields:
-        """The same fields with a family's own `names` for some, and values for those that the file leaves out.
-
-        A file may also use the common name of a field. A null in the file stays null.
+        """The same fields with a family's own `names` for some, and values for those that the file leaves out. A file may
+        also use the common name of a field. A null in the file stays null.
         """
         used = {key: own for key, own in names.items() if own in self._values or key not in self._values}
         values = {**{used.get(key, key): value for key, value in defaults.items()}, **self._values}
@@ -73,31 +70,31 @@ class Fields:
         )
 
     def _name(self, key: str) -> str:
-        """The name under which the family's files have a field."""
+        """In the family's files."""
         return self._names.get(key, key)
 
     def has(self, key: str) -> bool:
-        """Whether the file has the field, even if it is null."""
+        """Also if it is null."""
         return self._name(key) in self._values
 
     def values(self) -> Mapping[str, Any]:
-        """All fields, under the names that the file has. They do not count as read."""
+        """Under the names that the file has; they do not count as read."""
         return self._values
 
     def error(self, key: str, expected: str, found: object) -> ConfigError:
-        """An error that names the model and the field."""
+        """Names the model and the field."""
         return ConfigError(
             f"model {self.model!r}, {self._prefix}{self._name(key)}: expected {expected}, found {reprlib.repr(found)}"
         )
 
     def raw(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is set; `None` if none is."""
+        """The value of the first of `keys` that is set."""
         names = [self._name(key) for key in keys]
         self._read.update(names)
         return next((self._values[name] for name in names if self._values.get(name) is not None), None)
 
     def name_of(self, *keys: str) -> str:
-        """The first of `keys` that is set, or all of them if none is. For error messages."""
+        """The first of `keys` that is set, or all of them, for error messages."""
         return next((key for key in keys if self._values.get(self._name(key)) is not None), " or ".join(keys))
 
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
@@ -115,7 +112,7 @@ class Fields:
         return default if value is None else value
 
     def items(self, *keys: str, of: type) -> list[Any] | None:
-        """The list of strings or integers under the first of `keys` that is set; `None` if none is."""
+        """The list of strings or integers under the first of `keys` that is set."""
         value = self.raw(*keys)
         if value is None:
             return None
@@ -124,7 +121,7 @@ class Fields:
         return list(value)
 
     def section(self, key: str) -> Fields:
-        """The fields of a nested object; empty if it is not set."""
+        """A nested object; empty if it is not set."""
         value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.error(key, "an object", value)
@@ -133,7 +130,7 @@ class Fields:
         return self._sections[key]
 
     def dtype(self, *keys: str) -> str | None:
-        """The dtype under the first of `keys` that is set, without the prefix `torch.`."""
+        """Without the prefix `torch.`."""
         value = self.raw(*keys)
         if value is None:
             return None
@@ -142,11 +139,11 @@ class Fields:
         return _known_dtype(value.removeprefix("torch."), f"model {self.model!r}, {self._prefix}{self.name_of(*keys)}")
 
     def kinds_are_settled(self) -> None:
-        """Mark the fields that give layers their kind as read: a list of kinds has already said it."""
+        """A list of kinds makes the fields that give layers their kind irrelevant: mark them as read."""
         self._read.update(self._name(key) for key in _PATTERN_FIELDS)
 
     def check_all_read(self) -> None:
-        """Raise `ConfigError` if a field that means state is set and was never read."""
+        """Raises `ConfigError` if a field that means state is set and was never read."""
         for key, meaning in unread_state(self._values, self._read):
             raise ConfigError(
                 f"model {self.model!r}, {self._prefix}{key}: {meaning} is not supported in a {self.model_type!r} model, "
@@ -164,7 +161,7 @@ def _known_dtype(dtype: str, what: str) -> str:
 
 
 def _kv_quantization(values: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
-    """The path and value of the first field that says how KV is quantized. Each quantizer has its own names for it."""
+    """The path and value of the first field that says how KV is quantized; each quantizer has its own names."""
     for key, value in values.items():
         if "kv_cache" in str(key) and value and not isinstance(value, bool) and str(value).lower() != "none":
             return f"{path}.{key}", value
@@ -183,14 +180,12 @@ class Dtypes:
     ssm: str | None
 
     def num_scales(self, dim: int) -> int:
-        """The number of block scales for `dim` elements."""
         return 0 if self.scale_block is None else -(-dim // self.scale_block)
 
 
 def read_dtypes(fields: Fields, *, kv: str | None, scale_block: int | None, ssm: str | None) -> Dtypes:
-    """The types that a file names; `kv` and `ssm` override them.
-
-    Raises `ConfigError` for a type that is not known, and if the file quantizes KV and `kv` is `None`.
+    """The types that a file names; `kv` and `ssm` override them. Raises `ConfigError` for an unknown type, and if the file
+    quantizes KV and `kv` is `None`.
     """
     weights = fields.dtype("dtype", "torch_dtype") or "bfloat16"
     for key in ("quantization_config", "compression_config"):

@@ -1,7 +1,5 @@
-"""Kinds of layers: their names, and the rules that give each layer of a model its kind.
-
-A rule takes the fields of a config and the number of layers, and returns one kind per layer. Names and rules are those of
-transformers 5.23 (`configuration_*.py`).
+"""Kinds of layers: their names, and the rules that give each layer of a model its kind, as in transformers 5.23
+(`configuration_*.py`).
 """
 
 from __future__ import annotations
@@ -15,41 +13,38 @@ INDEXED, M3_SPARSE = "indexed_attention", "minimax_m3_sparse"
 COMPRESSED, HEAVILY_COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 MLP, MOE = "mlp", "moe"
 CONV, CHUNKED = "conv", "chunked_attention"
-"""Names of the kinds, as transformers has them."""
 REUSED = "reused"
 INDEX_REUSED, KV_REUSED = "reused_index", "reused_kv"
-"""Kinds of layers that read another layer's state: all of it, its choice of tokens, or all but its index keys."""
+"""Layers that read another layer's state: all of it, its choice of tokens, or all but its index keys."""
 
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
-"""Names in files from before transformers settled on the names above."""
+"""In files from before transformers settled on the names above."""
 _NEMOTRON_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 
 LayerRule = Callable[[Fields, int], Sequence[str]]
 """The kind of each layer, from a config's fields and the number of layers."""
 Sharing = Callable[[Fields, Sequence[str]], Sequence[str]]
-"""The kinds with `REUSED` and the like for layers that read another's state."""
+"""Replaces kinds by `REUSED` and the like where layers read another's state."""
 ListReader = Callable[[Fields], list[str] | None]
 """The kinds that a file lists; `None` if it lists none."""
 
 
 def current_names(kinds: Iterable[str]) -> list[str]:
-    """The kinds with old names replaced by today's."""
     return [_OLD_NAMES.get(kind, kind) for kind in kinds]
 
 
 def listed(fields: Fields) -> list[str] | None:
-    """The kinds in `layer_types`."""
     kinds = fields.items("layer_types", "layers_block_type", of=str)
     return None if kinds is None else current_names(kinds)
 
 
 def listed_or_letters(fields: Fields) -> list[str] | None:
-    """Nemotron-H: the kinds in `layer_types`, or one letter per layer in `hybrid_override_pattern`."""
+    """Nemotron-H: may have letters instead."""
     return listed(fields) or letters(fields, "hybrid_override_pattern")
 
 
 def letters(fields: Fields, key: str) -> list[str] | None:
-    """Nemotron-H: the kinds in a string of one letter per layer."""
+    """Nemotron-H: a string of one letter per layer."""
     pattern = fields.raw(key)
     if pattern is None:
         return None
@@ -59,12 +54,11 @@ def letters(fields: Fields, key: str) -> list[str] | None:
 
 
 def must_be_listed(fields: Fields, _: int) -> Sequence[str]:
-    """No rule: raises `ConfigError`."""
+    """Raises `ConfigError`."""
     raise fields.error("layer_types", "a list of kinds of layers", None)
 
 
 def every_layer(kind: str) -> LayerRule:
-    """One kind for all layers."""
     return lambda _, num_layers: [kind] * num_layers
 
 
@@ -74,7 +68,7 @@ def alternating(first: str, second: str) -> LayerRule:
 
 
 def full_every_nth(other: str, *, default: int, key: str | None = None) -> LayerRule:
-    """Full attention in every `default`-th layer, or as often as the field `key` says. The others are of kind `other`."""
+    """Full attention in every `default`-th layer, or as often as the field `key` says."""
 
     def rule(fields: Fields, num_layers: int) -> Sequence[str]:
         every = default if key is None else fields.size(key, default=default)
@@ -84,7 +78,7 @@ def full_every_nth(other: str, *, default: int, key: str | None = None) -> Layer
 
 
 def by_position(full: Callable[[int, int], bool], other: str = SLIDING) -> LayerRule:
-    """Full attention in the layers `i` of `n` for which `full(i, n)` holds. The others are of kind `other`."""
+    """Full attention in the layers `i` of `n` for which `full(i, n)` holds."""
     return lambda _, num_layers: [FULL if full(layer, num_layers) else other for layer in range(num_layers)]
 
 
@@ -108,9 +102,8 @@ def window_if_set(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def mistral(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Mistral: all layers have the window, or none has.
-
-    The field must be present: transformers takes a file without it for a window of 4096, other readers for no window.
+    """Mistral: all layers have the window, or none has. The field must be present: transformers takes a file without it for
+    a window of 4096, other readers for no window.
     """
     if not fields.has("sliding_window"):
         raise fields.error("sliding_window", "a number of tokens, or null", None)
@@ -232,9 +225,8 @@ def minimax_m3(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def deepseek_v4(fields: Fields, num_layers: int) -> Sequence[str]:
-    """DeepSeek-V4: by each layer's compression ratio, else in transformers' default order.
-
-    Files list the ratios of draft layers too.
+    """DeepSeek-V4: by each layer's compression ratio, else in transformers' default order. Files list the ratios of draft
+    layers too.
     """
     ratios = fields.items("compress_ratios", of=int)
     if ratios is None:
@@ -246,11 +238,7 @@ def deepseek_v4(fields: Fields, num_layers: int) -> Sequence[str]:
     return [by_ratio[ratio] for ratio in ratios[:num_layers]]
 
 
-# -- layers that read another layer's state ----------------------------------------------------------------------------
-
-
 def none_shared(_: Fields, kinds: Sequence[str]) -> Sequence[str]:
-    """Every layer keeps its own state."""
     return kinds
 
 
@@ -269,9 +257,8 @@ def gemma4(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
 
 
 def index_shared(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
-    """GLM-5: layers that `indexer_types` lists as `shared` use the tokens that an earlier layer chose.
-
-    Without a list, `index_topk_pattern` has one letter per layer, or every `index_topk_freq`-th layer chooses.
+    """GLM-5: layers that `indexer_types` lists as `shared` use the tokens that an earlier layer chose. Without a list,
+    `index_topk_pattern` has one letter per layer, or every `index_topk_freq`-th layer chooses.
     """
     types = fields.items("indexer_types", of=str)
     pattern, every = fields.raw("index_topk_pattern"), fields.size("index_topk_freq", default=1)
@@ -284,7 +271,7 @@ def index_shared(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
 
 
 def index_every_fourth(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
-    """HY 4: as `indexer_types` lists; without a list, layer 0 and every fourth layer from layer 1 on choose."""
+    """HY 4: without a list, layer 0 and every fourth layer from layer 1 on choose."""
     default = ["full" if layer == 0 or layer % 4 == 1 else "shared" for layer in range(len(kinds))]
     return _by_indexer(fields, kinds, fields.items("indexer_types", of=str) or default)
 

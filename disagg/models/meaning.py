@@ -1,4 +1,4 @@
-"""Which fields of a `config.json` mean state: a list of known names, and words that give unknown names away."""
+"""Which fields of a `config.json` mean state: known names, and words that give unknown names away."""
 
 from __future__ import annotations
 
@@ -76,13 +76,9 @@ STATE_FIELDS = {
     "add_cross_attention": "cross-attention",
     "cross_attention_layers": "cross-attention",
 }  # fmt: skip
-"""Fields that mean state, and what they mean."""
 
 _HARMLESS = {"cla_share_factor": 1, "index_topk_freq": 1, "use_bidirectional_attention": "vision"}
-"""Values of such fields that mean no state of their own. Tokens of an image that attend to each other have ordinary KV.
-
-An `attn_type_list` of ones is attention in all layers.
-"""
+"""Values that mean no state of their own. Tokens of an image that attend to each other have ordinary KV."""
 
 _SWITCHES = {"cla_share_factor": "use_cla"}
 """Flags without which such a field means nothing."""
@@ -99,7 +95,7 @@ _WORDS: Mapping[str, str] = {
     **dict.fromkeys(("linear", "deltanet", "kda", "gdn", "gla"), "linear attention"),
     **dict.fromkeys(("mamba", "mamba2", "ssm", "rwkv", "recurrent", "lru", "memory", "ttt"), "a recurrent state"),
 }
-"""Words in the names of fields, and what they mean."""
+"""Words in the names of fields."""
 
 _PAIRS: tuple[tuple[frozenset[str], frozenset[str], str], ...] = (
     (frozenset({"cross"}), frozenset({"layer", "layers", "attn", "attention"}), "cross-attention, or KV that layers share"),
@@ -111,13 +107,13 @@ _OTHER_WORDS = frozenset({
     "token", "moe", "expert", "experts", "mlp", "rope", "bias", "act", "dropout", "init", "embedding", "embeddings",
     "projector", "image", "vision", "video", "audio", "adapter", "efficient", "factor", "norm", "layernorm",
 })  # fmt: skip
-"""Words of names that are about something else, such as `image_token_index` or `moe_latent_size`."""
+"""Words of names about something else, such as `image_token_index` or `moe_latent_size`."""
 
 _NO_STATE = frozenset({
     "use_cache", "cache_implementation", "use_cache_kernel", "use_cache_quantization", "pre_allocate_kv_cache",
     "for_llm_compressor", "latent_query_num",
 })  # fmt: skip
-"""Fields of how the model is run, and of parts that make embeddings."""
+"""They say how the model is run, or belong to parts that make embeddings."""
 
 
 def unread_state(values: Mapping[str, Any], read: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -137,7 +133,7 @@ def unread_state(values: Mapping[str, Any], read: Iterable[str]) -> Iterator[tup
 
 
 def _meaning(words: frozenset[str], known: frozenset[str]) -> str | None:
-    """What an unknown name with these words means; `None` if it has nothing to do with state."""
+    """`None` if an unknown name with these words has nothing to do with state."""
     if words & _OTHER_WORDS:
         return None
     pairs = (meaning for one, other, meaning in _PAIRS if words & one and words & other and not known & one)
@@ -145,7 +141,6 @@ def _meaning(words: frozenset[str], known: frozenset[str]) -> str | None:
 
 
 def _is_harmless(values: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether the field means no state of its own with this value."""
     switch = _SWITCHES.get(key)
     return (
         _HARMLESS.get(key) == value

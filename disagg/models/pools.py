@@ -21,16 +21,16 @@ from disagg.state.declare import Role, Rule, State, all_tokens, dtype_of
 
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes: a cache line, and enough for every dtype."""
+"""Tensors begin at multiples of a cache line, enough for every dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
     """The sizes of a rank's pools and the order of their axes.
 
-    `page_size` is in tokens. `num_slots` counts rings too: a request has one of either. `rows` overrides the number of rows of
-    single components. `order` is the axis order of KV: `nhd` or `hnd`. `layer_counts` are layers per pipeline stage. `tokens`
-    says which tokens each rank owns.
+    `page_size` is in tokens. `num_slots` counts rings too: a request has one of either. `rows` overrides the number of rows
+    of single components. `order` is the axis order of KV: `nhd` or `hnd`. `layer_counts`: layers per pipeline stage.
+    `tokens`: which tokens each rank owns.
     """
 
     page_size: int = 16
@@ -54,12 +54,12 @@ class PoolShape:
             raise ConfigError(f"pool layout: expected one of {', '.join(ORDERS)}, found {self.order!r}")
 
     def num_rows(self, state: State) -> int:
-        """The number of pages, slots or rings of a state's pool."""
+        """Pages, slots or rings of a state's pool."""
         per_request = state.rows == "slot" or state.ring is not None
         return self.rows.get(state.name, self.num_slots if per_request else self.num_pages)
 
     def axes(self, role: Role) -> str:
-        """The memory order of a role's axes: the chosen order for KV by head, the declared order for everything else."""
+        """The chosen order for KV by head, the declared order for everything else."""
         return ORDERS[self.order] if set(role.axes.split()) == set(ORDERS["nhd"].split()) else role.axes
 
 
@@ -75,7 +75,7 @@ class PoolUse:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes saved by not allocating the other stages' layers."""
+        """By not allocating the other stages' layers."""
         return (self.total_layers - self.num_layers) * self.nbytes_per_layer
 
     def __str__(self) -> str:
@@ -85,9 +85,8 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class StagePools:
-    """One rank's memory: an arena, its tensors by component, layer and role, and the components for a manager.
-
-    The components' memory begins at `address`: the arena's, unless `allocate` got another place.
+    """One rank's memory: an arena, its tensors by component, layer and role, and the components for a manager, whose memory
+    begins at `address`: the arena's, unless `allocate` got another place.
     """
 
     arena: Bytes
@@ -99,11 +98,10 @@ class StagePools:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes saved by not allocating the other stages' layers, over all components."""
         return sum(use.saved_nbytes for use in self.use)
 
     def owns_weight(self, name: str) -> bool:
-        """Whether this rank needs a checkpoint's weight, as `Stage.owns_weight` has it."""
+        """See `Stage.owns_weight`."""
         return self.stage.owns_weight(name)
 
 
@@ -116,7 +114,7 @@ class LayerCut:
 
 
 def _cut(state: State, topology: Topology, shape: PoolShape) -> LayerCut:
-    """How one layer of a state divides among its roles: inside every row where the state is packed, else role after role."""
+    """How one layer of a state divides among its roles: inside every row if the state is packed, else role after role."""
     num_rows, page_size = shape.num_rows(state), state.page_tokens(shape.page_size)
     dims = {}
     for role in state.roles:
@@ -135,7 +133,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _strides(row_stride: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in bytes. The row axis comes first in every declared order; the other axes are dense."""
+    """In bytes. The row axis comes first in every declared order; the other axes are dense."""
     return (row_stride, *(math.prod(dims[axis + 1 :]) for axis in range(1, len(dims))))
 
 
@@ -152,7 +150,7 @@ class PoolLayout:
     nbytes: int
 
     def components(self, address: int, device: Device = CPU) -> tuple[Component, ...]:
-        """The components of memory that begins at `address`. The memory itself is never touched."""
+        """Of memory that begins at `address`, which is never touched."""
         return tuple(self._component(state, address, device) for state in self.model.states)
 
     def _component(self, state: State, address: int, device: Device) -> Component:
@@ -180,7 +178,7 @@ class PoolLayout:
 
 
 def _tensor(address: int, cut: tuple[int, int, tuple[int, ...]], dtype: str, device: Device) -> RawTensor:
-    """One role of a layer that begins at `address`; shape and strides in elements."""
+    """Shape and strides in elements."""
     offset, row_stride, dims = cut
     itemsize = ITEMSIZE[dtype]
     strides = (*(stride // itemsize for stride in _strides(row_stride, dims)[:-1]), 1)
@@ -190,9 +188,8 @@ def _tensor(address: int, cut: tuple[int, int, tuple[int, ...]], dtype: str, dev
 def lay_out(
     model: ModelSpec, topology: Topology, shape: PoolShape, *, start_layer: int | None = None, end_layer: int | None = None
 ) -> PoolLayout:
-    """Where everything that this rank's stage owns lies, without allocating it.
-
-    Raises `ConfigError` for a shape that names a component the model does not have.
+    """Where everything that this rank's stage owns lies. Raises `ConfigError` for a shape that names a component the model
+    does not have.
     """
     unknown = sorted(set(shape.rows) - {state.name for state in model.states})
     if unknown:
@@ -221,7 +218,7 @@ def allocate(
 
     Tensors are arrays of bytes in their declared shape, the last axis in bytes. Pages of memory that are never touched cost
     nothing. `place` may return the address and device of other memory with the same layout, which the components then use.
-    Raises `ConfigError` for a shape that names a component the model does not have, or that exceeds the address space.
+    Raises `ConfigError` as `lay_out` does, or beyond the address space.
     """
     layout = lay_out(model, topology, shape, start_layer=start_layer, end_layer=end_layer)
     arena = _arena(layout.nbytes)
@@ -246,7 +243,6 @@ def _arena(nbytes: int) -> Bytes:
 
 
 def _views(arena: Bytes, offset: int, cut: LayerCut) -> dict[str, Bytes]:
-    """One layer's tensors, by role."""
     return {
         name: np.ndarray(dims, np.uint8, arena.data, offset + start, _strides(row_stride, dims))
         for name, (start, row_stride, dims) in cut.roles.items()

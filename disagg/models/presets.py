@@ -18,7 +18,7 @@ from disagg.models.spec import ModelSpec, first_layers
 
 
 class _Presets(Mapping[str, ModelSpec]):
-    """The presets as models. Each is made when it is first looked up."""
+    """Each preset is made when it is first looked up."""
 
     def __getitem__(self, name: str) -> ModelSpec:
         return _preset(name)
@@ -36,7 +36,7 @@ def _preset(name: str) -> ModelSpec:
 
 
 PRESETS: Mapping[str, ModelSpec] = _Presets()
-"""Preset models by name, with the sizes of their published `config.json`."""
+"""By name, with the sizes of their published `config.json`."""
 
 
 def load_model(
@@ -52,10 +52,10 @@ def load_model(
 
     A path is that of a `config.json` or of a folder with one. `Qwen/Qwen3-8B` is looked up in the cache that Hugging Face's
     tools fill (`HF_HUB_CACHE`, `HF_HOME`); nothing is downloaded. A shape is `32x8x128`: layers, KV heads of the whole model
-    and elements per head, in bfloat16, for a model of plain attention that none of the others describes.
+    and elements per head, in bfloat16, for a model of plain attention.
 
-    `num_layers` keeps only the first layers. The other arguments are those of `from_config`. Raises `ConfigError`, with similar
-    names, for an unknown name, and as `from_config` does.
+    `num_layers` keeps only the first layers. The other arguments are those of `from_config`. Raises `ConfigError`, with
+    similar names, for an unknown name, and as `from_config` does.
     """
     config, short = _find(name)
     spec = from_config(
@@ -95,20 +95,20 @@ def _find(name: str) -> tuple[Any, str]:
 
 
 def _path(path: Path) -> Path | None:
-    """The file at `path`, or the `config.json` in that folder; `None` if there is none."""
+    """The file at `path`, or the `config.json` in that folder."""
     path = path / "config.json" if path.is_dir() else path
     return path if path.is_file() else None
 
 
 def _cache() -> Path:
-    """The folder in which Hugging Face's tools keep models."""
+    """Where Hugging Face's tools keep models."""
     given = os.environ.get
     home = Path(given("HF_HOME") or Path(given("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     return Path(given("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
 def _in_cache(hub_id: str) -> Path | None:
-    """The `config.json` of a cached model, at its main revision if that is cached; `None` if there is none."""
+    """The `config.json` of a cached model, at its main revision if that is cached."""
     folder = _cache() / f"models--{hub_id.replace('/', '--')}"
     main = folder / "refs" / "main"
     revisions = [folder / "snapshots" / main.read_text(encoding="utf-8").strip()] if main.is_file() else []
@@ -117,7 +117,7 @@ def _in_cache(hub_id: str) -> Path | None:
 
 
 def _unknown(name: str) -> ConfigError:
-    """The error for a name that nothing has: similar names, or all presets."""
+    """Names similar models, or all presets."""
     cached = [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in _cache().glob("models--*--*")]
     lowered = {known.lower(): known for known in (*PUBLISHED, *cached)}
     similar = [lowered[match] for match in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)]

@@ -1,4 +1,4 @@
-"""Layers whose sizes differ from those of the whole model: the values that replace a config's fields, by layer."""
+"""Layers whose sizes differ from those of the whole model: values that replace a config's fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ OwnSizes = Mapping[int, Mapping[str, Any]]
 
 
 def none(_: Fields, __: Sequence[str]) -> OwnSizes:
-    """No layer has sizes of its own."""
     return {}
 
 
@@ -29,7 +28,7 @@ def gemma4(fields: Fields, kinds: Sequence[str]) -> OwnSizes:
 
 
 def _listed(fields: Fields) -> OwnSizes:
-    """The values in `per_layer_config`, as transformers writes them."""
+    """`per_layer_config`, as transformers writes it."""
     section = fields.section("per_layer_config")
     values: dict[int, Mapping[str, Any]] = {}
     for key, value in section.values().items():

@@ -1,4 +1,4 @@
-"""A model as this library sees it: its number of layers and the kinds of state that a request leaves in them."""
+"""A model's layers, and the state that a request leaves in them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from disagg.state.declare import State
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model's layers and every kind of state that a request has.
-
-    Draft layers, if any, have ids from `num_layers` on. With `tied_embeddings` the model's head is its embedding, so the last
-    pipeline stage needs the embedding too.
+    """Draft layers, if any, have ids from `num_layers` on. With `tied_embeddings` the model's head is its embedding, so the
+    last pipeline stage needs the embedding too.
     """
 
     name: str
@@ -22,7 +20,7 @@ class ModelSpec:
     tied_embeddings: bool = False
 
     def state(self, name: str) -> State:
-        """The state of that name. Raises `ConfigError` if the model has none."""
+        """Raises `ConfigError` if there is none."""
         for state in self.states:
             if state.name == name:
                 return state
@@ -34,7 +32,7 @@ class ModelSpec:
 
 
 def first_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
-    """The model cut off after `num_layers`, without draft layers."""
+    """Draft layers are left out."""
     if not 0 < num_layers <= spec.num_layers:
         raise ConfigError(f"num_layers: expected 1 to {spec.num_layers} for model {spec.name!r}, found {num_layers}")
     states = tuple(replace(s, layers=tuple(layer for layer in s.layers if layer < num_layers)) for s in spec.states)

@@ -28,7 +28,7 @@ def split_layers(num_layers: int, num_stages: int, counts: Sequence[int] | None 
 
 
 _PREFIXES = ("model", "language_model", "text_model", "backbone", "transformer")
-"""Prefixes of a decoder's weights in checkpoints. Weights under other prefixes, such as a vision tower's, have no stage."""
+"""Prefixes of a decoder's weights in checkpoints. Weights under others, such as a vision tower's, have no stage."""
 _FIRST = ("embed_tokens", "embeddings", "embedding", "embed", "word_embeddings", "wte")
 _LAST = ("norm", "norm_f", "final_layernorm", "ln_f", "lm_head", "head", "mtp")
 
@@ -36,7 +36,6 @@ _LAST = ("norm", "norm_f", "final_layernorm", "ln_f", "lm_head", "head", "mtp")
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """Layers `[start_layer, end_layer)` of `num_layers`. Draft layers, with ids from `num_layers` on, are in the last stage.
-
     Raises `ConfigError` if this is not a range of the model's layers.
     """
 
@@ -59,15 +58,14 @@ class Stage:
         return self.end_layer == self.num_layers
 
     def owns_layer(self, layer: int) -> bool:
-        """Whether the stage has this layer."""
         return self.start_layer <= layer < self.end_layer or (layer >= self.num_layers and self.is_last)
 
     def owns_weight(self, name: str) -> bool:
         """Whether the stage needs a checkpoint's weight.
 
-        Weights of a layer (`model.layers.3.mlp.experts.7.up_proj.weight`) belong to its stage. Embeddings belong to the first
-        stage. The final norm, the head and draft layers belong to the last, and so do embeddings that are tied to the head.
-        Every stage needs weights with any other name.
+        Weights of a layer (`model.layers.3.mlp.experts.7.up_proj.weight`) belong to its stage. Embeddings belong to the
+        first stage. The final norm, the head and draft layers belong to the last, and so do embeddings that are tied to the
+        head. Every stage needs weights with any other name.
         """
         parts = name.split(".")
         while parts and parts[0] in _PREFIXES:
@@ -88,10 +86,10 @@ def stage_of(
     start_layer: int | None = None,
     end_layer: int | None = None,
 ) -> Stage:
-    """This rank's stage, which follows from the topology and `layer_counts` unless the server gives its first and last layer.
+    """This rank's stage, by `layer_counts` unless the server gives its first and last layer.
 
-    Without pipeline parallelism `start_layer` and `end_layer` may be any range. With it every rank's layers must be known, so
-    this raises `ConfigError` if they differ from the split.
+    Without pipeline parallelism `start_layer` and `end_layer` may be any range. With it every rank's layers must be known,
+    so this raises `ConfigError` if they differ from the split.
     """
     layers = split_layers(model.num_layers, topology.pp, layer_counts)
     counted = np.cumsum([0, *map(len, layers)]).tolist()

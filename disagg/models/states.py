@@ -1,6 +1,7 @@
 """The state that a layer of each kind leaves: functions from a config's fields to a `State`.
 
-Field names are those of transformers 5.23 (`configuration_*.py`). A field that its class gives no rule for must be in the file.
+Field names are those of transformers 5.23 (`configuration_*.py`). A field that its class gives no rule for must be in the
+file.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ SizeRule = Callable[[Fields], int]
 
 
 def kv_heads(fields: Fields) -> int:
-    """KV heads of the whole model, which the file gives."""
+    """Of the whole model; the file must give them."""
     return _divisor(fields, fields.size("num_key_value_heads"))
 
 
 def kv_heads_or_all(fields: Fields) -> int:
-    """KV heads of the whole model, by default `num_attention_heads`."""
+    """Of the whole model, by default `num_attention_heads`."""
     return _divisor(fields, fields.size("num_key_value_heads", default=fields.size("num_attention_heads")))
 
 
@@ -40,25 +41,24 @@ def multi_query(fields: Fields) -> int:
 
 
 def falcon_heads(fields: Fields) -> int:
-    """Falcon: `num_kv_heads` in the newer decoders, else one KV head, or one per query head without `multi_query`."""
+    """Falcon: `num_kv_heads` in the newer decoders, else as `multi_query`."""
     heads = fields.size("num_kv_heads", default=fields.size("num_attention_heads"))
     return _divisor(fields, heads) if fields.flag("new_decoder_architecture") else multi_query(fields)
 
 
 def dbrx_heads(fields: Fields) -> int:
-    """DBRX: KV heads in `attn_config`."""
     return _divisor(fields, fields.section("attn_config").size("kv_n_heads", default=1))
 
 
 def mpt_heads(fields: Fields) -> int:
-    """MPT: KV heads in `attn_config`, by default one per query head. Transformers reads neither, vLLM does."""
+    """MPT: by default one per query head. Transformers reads neither field, vLLM does."""
     attention, heads = fields.section("attn_config"), fields.size("num_attention_heads")
     default = 1 if attention.raw("attn_type") == "multiquery_attention" else heads
     return _divisor(fields, attention.size("kv_n_heads", default=default))
 
 
 def mimo_window_heads(fields: Fields) -> int:
-    """MiMo-V2: KV heads of the layers with a window, by default twice those of the others."""
+    """MiMo-V2: in layers with a window, by default twice those of the others."""
     fields.raw("swa_num_attention_heads")  # of queries
     return _divisor(fields, fields.size("swa_num_key_value_heads", default=2 * fields.size("num_key_value_heads")))
 
@@ -71,12 +71,12 @@ def _divisor(fields: Fields, count: int) -> int:
 
 
 def head_dim(fields: Fields) -> int:
-    """Elements per head, which the file gives."""
+    """The file must give it."""
     return fields.size("head_dim", "attention_head_dim")
 
 
 def head_dim_or_hidden(fields: Fields) -> int:
-    """Elements per head, by default `hidden_size / num_attention_heads`."""
+    """By default `hidden_size / num_attention_heads`."""
     return hidden_per_head(fields) if fields.raw("head_dim") is None else head_dim(fields)
 
 
@@ -96,7 +96,7 @@ def hidden_per_head(fields: Fields, times: int = 1) -> int:
 
 
 def _window(fields: Fields) -> int:
-    """Tokens of a window with the one that attends."""
+    """Including the token that attends."""
     return fields.size("sliding_window")
 
 
@@ -107,7 +107,7 @@ def mimo_window(fields: Fields) -> int:
 
 
 def chunk(fields: Fields) -> int:
-    """Llama 4: a chunk, of which the next token reads the part before it."""
+    """Llama 4: the next token reads the part of its chunk before it."""
     return fields.size("attention_chunk_size")
 
 
@@ -138,7 +138,7 @@ def attention(
 def kv_or_window(
     heads: SizeRule = kv_heads, dim: SizeRule = head_dim, window: SizeRule = _window
 ) -> Mapping[str, tuple[StateMaker, ...]]:
-    """The states of full attention and of windows, with the same heads."""
+    """Full attention and windows with the same heads."""
     return {FULL: (attention(heads=heads, dim=dim),), SLIDING: (attention(heads=heads, dim=dim, window=window),)}
 
 
@@ -221,7 +221,7 @@ def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 
 def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
-    """Mamba2. `head_dim` takes the fields and the number of heads."""
+    """`head_dim` takes the fields and the number of heads."""
 
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
         heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
@@ -241,7 +241,7 @@ def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
 
 
 def mamba_head_dim(fields: Fields, heads: int) -> int:
-    """Elements per head, which must fill the inner size: `mamba_d_ssm`, by default `mamba_expand` hidden sizes."""
+    """Elements per head, which must fill the inner size."""
     inner = _inner_size(fields)
     in_file = fields.raw("mamba_d_head")
     dim = inner // heads if in_file in (None, "auto") else fields.size("mamba_d_head")
@@ -258,7 +258,6 @@ def _inner_size(fields: Fields) -> int:
 
 
 def mamba1(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """Mamba1."""
     roles = mamba1_roles(
         inner_size=_inner_size(fields),
         state_size=fields.size("mamba_d_state"),
@@ -269,7 +268,7 @@ def mamba1(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 
 def lightning(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """Lightning attention, by default in the weights' dtype."""
+    """By default in the weights' dtype."""
     heads, dim = fields.size("num_attention_heads"), head_dim_or_hidden(fields)
     roles = lightning_roles(num_heads=heads, key_head_dim=dim, value_head_dim=dim, dtype=dtypes.ssm or dtypes.weights)
     return _recurrent(layers, roles)
@@ -285,9 +284,9 @@ def short_convolution(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -
 
 # -- DeepSeek-V4 -------------------------------------------------------------------------------------------------------
 
-# Every layer has a window of one latent per token (K is V) and, by kind, a compressed past. Tokens that a compressor has not
-# yet compressed lie in an open ring per request. Groups: transformers' modeling_deepseek_v4. Rings hold the projection and its
-# score in float32, twice as wide and twice as long where windows overlap: SGLang's compress state pool.
+# Every layer has a window of one latent per token (K is V) and, by kind, a compressed past. Tokens not yet compressed lie in
+# an open ring per request. Groups: transformers' modeling_deepseek_v4. Rings hold the projection and its score in float32,
+# twice as wide and twice as long where windows overlap: SGLang's compress state pool.
 
 
 def _v4_roles(fields: Fields, dtypes: Dtypes, *, ratio: int = 1) -> tuple[Role, ...]:
@@ -310,14 +309,11 @@ def _v4_ratio(fields: Fields, kind: str) -> int:
 
 
 def v4_window(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """The window of latents."""
     window = fields.size("sliding_window") - 1
     return State(name="window", rows="pages", layers=layers, roles=_v4_roles(fields, dtypes), window=window)
 
 
 def v4_compressed(name: str, kind: str) -> StateMaker:
-    """The compressed past of one kind."""
-
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
         roles = _v4_roles(fields, dtypes, ratio=_v4_ratio(fields, kind))
         return State(name=name, rows="pages", layers=layers, roles=roles)
@@ -326,12 +322,12 @@ def v4_compressed(name: str, kind: str) -> StateMaker:
 
 
 def v4_index(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """Index keys, one per compressed entry."""
+    """One key per compressed entry."""
     return index(fields, layers, dtypes, ratio=_v4_ratio(fields, COMPRESSED))
 
 
 def v4_open(name: str, kind: str, dim_key: str) -> StateMaker:
-    """A compressor's open ring: the last group of tokens, and the one before it where windows overlap."""
+    """The last group of tokens, and the one before it where windows overlap."""
 
     def make(fields: Fields, layers: tuple[int, ...], _: Dtypes) -> State:
         overlap = 2 if kind == COMPRESSED else 1

@@ -1,7 +1,7 @@
 """LoRA adapters of mixture-of-experts layers, and expert tensors, under expert and tensor parallelism.
 
-Experts are split over `ep_rank` and the intermediate dimension over `moe_tp_rank`. Splitting it over `tp_rank` would reach
-beyond the tensor with `1 < ep < tp`. An adapter has one slot in each tensor.
+Experts are split over `ep_rank` and the intermediate dimension over `moe_tp_rank`; over `tp_rank` it would reach beyond the
+tensor with `1 < ep < tp`. An adapter has one slot in each tensor.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ Ints = npt.NDArray[np.int64]
 
 
 def by_expert(num_experts: int) -> Inner:
-    """Experts split over expert-parallel ranks."""
     return Inner(num_experts, lambda rank: Intervals((split(num_experts, rank.ep, rank.ep_rank),)))
 
 
 def by_moe_tp(size: int) -> Inner:
-    """An intermediate dimension split over the ranks that have the same experts."""
+    """Split over the ranks that have the same experts."""
     return Inner(size, lambda rank: Intervals((split(size, rank.moe_tp, rank.moe_tp_rank),)))
 
 
@@ -44,8 +43,8 @@ def moe_lora(
 ) -> list[Component]:
     """LoRA matrices of expert modules: `modules` maps a role such as `"w13_a"` to its tensors by layer.
 
-    `axes[role]` names the axes in memory order, from `slot`, `expert`, `intermediate` and any others. `sizes[role]` gives their
-    global sizes. Layers may lack a module, so each role is a separate component, `name.role`, with its own layers.
+    `axes[role]` names the axes in memory order, from `slot`, `expert`, `intermediate` and any others; `sizes[role]` gives
+    their global sizes. Layers may lack a module, so each role is a component of its own, `name.role`.
     """
     components = []
     for role, tensors in modules.items():
@@ -69,10 +68,9 @@ def load_into_slot(
 ) -> tuple[str, ...]:
     """Write an adapter's matrices into `slot` of each pool tensor (`[slot, ...]`), by module and layer.
 
-    A module that the adapter lacks is filled with zeros, since the slot may hold a previous adapter's. A module that the layer
-    lacks is skipped. Returns the skipped modules, as `module@layer`.
-
-    Raises `ConfigError`, with nothing written, for a slot outside a pool and for weights that do not have a slot's shape.
+    A module that the adapter lacks is filled with zeros, since the slot may hold a previous adapter's. Returns the skipped
+    modules, which the layer lacks, as `module@layer`. Raises `ConfigError`, with nothing written, for a slot outside a pool
+    and for weights that do not have a slot's shape.
     """
     for module, layers in pools.items():
         for layer, pool in layers.items():
@@ -87,7 +85,7 @@ def load_into_slot(
 
 
 def _check_fits(pool: Any, weights: Any, slot: int, what: str) -> None:
-    """Check that a slot is inside the pool, and that weights, if given, have a slot's shape."""
+    """Raises `ConfigError` for a slot outside the pool, or weights of another shape."""
     if not 0 <= slot < pool.shape[0]:
         raise ConfigError(f"{what}: expected a slot from 0 to {pool.shape[0] - 1}, found {slot}")
     if weights is not None and tuple(weights.shape) != tuple(pool.shape[1:]):
@@ -105,10 +103,10 @@ def virtual_expert_ids(ids: npt.ArrayLike, slots: npt.ArrayLike, *, num_experts:
 
 
 def group_by_expert(ids: npt.ArrayLike, *, num_experts: int) -> tuple[Ints, Ints]:
-    """`(order, counts)`: the flat positions of `ids` sorted by expert, and the number of positions of each expert.
+    """`(order, counts)`: the flat positions of `ids` sorted by expert, and their number by expert.
 
-    `counts` has `num_experts + 1` entries. The last is for ids of -1, which no expert here processes. Raises `ConfigError`
-    for an id outside -1 to `num_experts - 1`.
+    `counts` has `num_experts + 1` entries, the last for ids of -1, which no expert here processes. Raises `ConfigError` for
+    an id outside -1 to `num_experts - 1`.
     """
     flat = np.asarray(ids, dtype=np.int64).ravel()
     if flat.size and (flat.min() < -1 or flat.max() >= num_experts):

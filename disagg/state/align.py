@@ -1,7 +1,5 @@
-"""Alignment of two lists of ids, and grouping of the runs in which both increase by one.
-
-For servers that only have a source list and a destination list (sliding windows, sparse-attention index keys). The functions
-do not change their arguments, and the arrays they return are not views of them.
+"""Alignment of two lists of ids, and grouping of the runs in which both increase by one, for servers that have only a source
+list and a destination list. Arguments are not changed, and results are not views of them.
 """
 
 from __future__ import annotations
@@ -26,15 +24,16 @@ _LARGEST_ID = np.iinfo(np.int64).max
 def align_state_indices(
     source: npt.ArrayLike, destination: npt.ArrayLike, *, anchor: Literal["start", "end"] = "start"
 ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]]]:
-    """New arrays `(source, destination)`, cut to the length of the shorter list. Each keeps its dtype.
+    """New arrays `(source, destination)`, cut to the length of the shorter list, with their dtypes.
 
-    The longer list is cut at its end, or at its start with `anchor="end"` (for windows, whose last positions match). A cut is
-    logged as a warning, at a limited rate. Raises `ConfigError` unless both are 1-D lists of integers and `anchor` is valid.
+    The longer list is cut at its end, or at its start with `anchor="end"` (for windows, whose last positions match). A cut
+    is logged as a warning, at a limited rate. Raises `ConfigError` unless both are 1-D lists of integers and `anchor` is
+    valid.
 
-    >>> align_state_indices([4, 5, 6], [8, 9])
-    (array([4, 5]), array([8, 9]))
-    >>> align_state_indices([4, 5, 6], [8, 9], anchor="end")
-    (array([5, 6]), array([8, 9]))
+        >>> align_state_indices([4, 5, 6], [8, 9])
+        (array([4, 5]), array([8, 9]))
+        >>> align_state_indices([4, 5, 6], [8, 9], anchor="end")
+        (array([5, 6]), array([8, 9]))
     """
     if anchor not in ("start", "end"):
         raise ConfigError(f"anchor: expected 'start' or 'end', found {anchor!r}")
@@ -52,12 +51,12 @@ def align_state_indices(
 def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLike) -> tuple[Ids, Ids, Ids]:
     """`(source_starts, destination_starts, lengths)`: the maximal runs in which both lists increase by one, in order.
 
-    A pair with a negative id (no page) is in no run. If either list is empty there are no runs. Contiguous int64 and int32
-    arrays are read in place. Raises `ValueError` if lengths differ, and `ConfigError` (also a `ValueError`) unless both are
-    1-D lists of integers that fit int64.
+    A pair with a negative id (no page) is in no run. Contiguous int64 and int32 arrays are read in place. Raises
+    `ValueError` if lengths differ, and `ConfigError` (also a `ValueError`) unless both are 1-D lists of integers that fit
+    int64.
 
-    >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
-    (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
+        >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
+        (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
     """
     try:  # most arrays need no conversion, and checking them would take longer than the work
         return _native.group_concurrent_contiguous(source, destination)  # type: ignore[arg-type]
@@ -66,7 +65,7 @@ def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLik
 
 
 def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:
-    """`values` as a 1-D integer array, itself if it is one. An empty sequence has no type and is taken as integers."""
+    """An empty sequence has no type and is taken as integers."""
     array = np.asarray(values)
     if array.size == 0 and not hasattr(values, "dtype"):
         array = array.astype(np.int64)
@@ -78,7 +77,7 @@ def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:
 
 
 def _core_ids(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.int32]:
-    """`values` as a contiguous int64 or int32 array, as the compiled core takes them. Copied only if necessary."""
+    """Contiguous int64 or int32, for the compiled core. Copied only if necessary."""
     array = _integers(values, name)
     if array.dtype == np.int32:
         return np.ascontiguousarray(array, dtype=np.int32)

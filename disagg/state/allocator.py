@@ -1,4 +1,4 @@
-"""Allocation of rows. Each page or slot is free, in use, waiting for a lease, or reserved."""
+"""Allocation of rows. Each is free, in use, waiting for a lease, or reserved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class PoolExhausted(DisaggError):
-    """Fewer rows are free than requested. None was allocated."""
+    """None was allocated."""
 
 
 _FREE, _USED, _LEASED, _RESERVED = range(4)
@@ -25,8 +25,8 @@ _STATES = ("free", "in use", "already freed and waiting for its lease", "reserve
 class RowAllocator:
     """Allocates the rows (pages, slots or rings) of a pool. Thread-safe.
 
-    `reserved` rows are never allocated: common servers use row 0 as a dummy or null page. Rows freed with a lease become free
-    when the lease is released, because a transfer may touch them until then.
+    `reserved` rows are never allocated: common servers use row 0 as a dummy or null page. Rows freed with a lease become
+    free when it is released, because a transfer may touch them until then.
     """
 
     def __init__(self, num_rows: int, *, reserved: Iterable[int] = (0,)) -> None:
@@ -47,19 +47,18 @@ class RowAllocator:
 
     @property
     def num_free(self) -> int:
-        """The number of rows that can be allocated."""
         return self._num_free
 
     @property
     def num_leased(self) -> int:
-        """The number of freed rows whose leases are not yet released."""
+        """Freed rows whose leases are not yet released."""
         return self._num_leased
 
     def can_allocate(self, num_rows: int) -> bool:
         return num_rows <= self._num_free
 
     def allocate(self, num_rows: int) -> Ids:
-        """Allocate the lowest free rows, in ascending order. Raises `PoolExhausted` if too few are free."""
+        """The lowest free rows, ascending. Raises `PoolExhausted` if too few are free."""
         if num_rows < 0:
             raise ConfigError(f"rows: expected a number of at least 0, found {num_rows!r}")
         with self._lock:
@@ -74,9 +73,8 @@ class RowAllocator:
         return ids
 
     def free(self, ids: npt.ArrayLike, *, lease: Lease | None = None) -> None:
-        """Free rows, at once or when `lease` is released.
-
-        Raises `LocalProtocolError`, with none freed, for a row that is not in use.
+        """Free rows, at once or when `lease` is released. Raises `LocalProtocolError`, with none freed, for a row that is
+        not in use.
         """
         rows = np.asarray(ids, dtype=np.int64).ravel()
         with self._lock:

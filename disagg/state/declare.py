@@ -1,7 +1,4 @@
-"""Declaration of state: roles with named axes, and a rule of ownership for each axis.
-
-A new kind of state names its roles, gives each inner axis a global size and an ownership rule, and calls `declare`.
-"""
+"""Declaration of state: roles with named axes, and a rule of ownership for each axis."""
 
 from __future__ import annotations
 
@@ -24,16 +21,16 @@ from disagg.layout.tables import LAYER, TOKEN, Axis, ComponentLayout, RowKind, T
 from disagg.state.overlap import first_overlap, overlaps_itself
 
 Rule = Callable[[Topology], Owned]
-"""A function that gives the positions of an axis that a rank owns."""
+"""The positions of an axis that a rank owns."""
 Scale = Mapping[int, npt.ArrayLike] | float | None
-"""What an element is multiplied by, in all layers or by layer, to give the number that it stands for. `None`: unknown. A layer
-may have one for each position of an axis, over all ranks.
+"""Element times scale is the number that it stands for: one scale for all layers, or by layer, perhaps for each position of
+an axis over all ranks. `None`: unknown.
 """
 
 
 @dataclass(frozen=True)
 class Inner:
-    """An axis of constant global `size`, and its ownership rule."""
+    """An axis of constant global `size`."""
 
     size: int
     owned: Rule
@@ -44,12 +41,14 @@ class Inner:
 
 
 def whole(size: int) -> Inner:
-    """An axis that every rank of the group owns whole."""
+    """Every rank of the group owns the whole axis."""
     return Inner(size, lambda _: EVERYTHING)
 
 
 def by_tp(size: int) -> Inner:
-    """Heads or channels divided over tensor-parallel ranks by `split`. With more ranks than heads some ranks are replicas."""
+    """Heads or channels divided over tensor-parallel ranks by `split`. With more ranks than heads some ranks are
+    replicas.
+    """
     return Inner(size, lambda rank: Intervals((split(size, rank.tp, rank.tp_rank),)))
 
 
@@ -57,8 +56,8 @@ def by_tp(size: int) -> Inner:
 class Block:
     """A sub-block of a fused axis: `units` of `width` positions each. A rank owns whole units.
 
-    With `groups` the units are shared by several heads. Then every rank owns all units, unless the number of units divides the
-    number of ranks or is divided by it.
+    With `groups` several heads share the units. Then every rank owns all units, unless the numbers of units and of ranks
+    divide each other.
     """
 
     units: int
@@ -88,12 +87,12 @@ def blocks_by_tp(blocks: Iterable[Block]) -> Inner:
 
 
 def all_tokens(_: Topology) -> Owned:
-    """Every rank of the group owns every token: no context parallelism."""
+    """No context parallelism: every rank of the group owns every token."""
     return EVERYTHING
 
 
 def page_blocks(page_size: int) -> Rule:
-    """Context-parallel prefill by pages: each rank owns one contiguous block of pages of `page_size` tokens."""
+    """Context-parallel prefill: each rank owns one contiguous block of pages of `page_size` tokens."""
     return lambda rank: Share(rank.cp_rank, rank.cp, page_size)
 
 
@@ -112,14 +111,14 @@ class Role:
     """A tensor that each layer has, such as K or V.
 
     `axes` names its axes in memory order, with `page` or `slot` among them. `inner` describes the axes of constant size.
-    `granule` tokens share one position of the token axis, which is moved once all of them are sent. (A block scale exists
-    earlier, so it is a separate component whose need ends with the block: `docs/states.md`.) `dtype` is required if a rank
-    may have no layer of the role. `tensors` are by layer. A role without tensors describes the memory to allocate.
+    `granule` tokens share one position of the token axis, which is moved once all of them are sent (a block scale exists
+    earlier, so it is a separate component: `docs/states.md`). `dtype` is required if a rank may have no layer of the role.
+    `tensors` are by layer; a role without them describes memory to allocate.
 
-    With a `scale` a peer may hold the role in another format, and the writer converts it: an element times the scale is the
-    number that it stands for. It is one for all layers, or by layer; 1 for formats of 16 and 32 bits. With a `scale_axis` each
-    layer has one for every position of that inner axis, over all ranks. `rounding` is how this server makes numbers of 8 bits
-    (`disagg.core.formats`); `None`: in a way that nobody else can. Without a `scale` both sides need the same dtype.
+    With a `scale` a peer may hold the role in another dtype, and the writer converts it; without one both sides need the
+    same. It is 1 for formats of 16 and 32 bits. With a `scale_axis` each layer has a scale for every position of that inner
+    axis, over all ranks. `rounding` is how this server makes numbers of 8 bits (`disagg.core.formats`); `None`: in a way
+    that nobody else can.
     """
 
     name: str
@@ -134,7 +133,7 @@ class Role:
 
     def numbers(self, layers: Sequence[int], rank: Topology, what: str) -> Numbers | None:
         """What the elements of these layers stand for on `rank`; `None` without a `scale`. Raises `ConfigError` for a layer
-        without, or with as many as the axis does not have.
+        without scales, or with a wrong number of them.
         """
         if self.scale is None:
             return None
@@ -147,7 +146,7 @@ class Role:
         return Numbers(tuple(own), self.rounding, self.scale_axis)
 
     def _scales_of(self, layer: int, given: npt.ArrayLike, rank: Topology, what: str) -> list[float]:
-        """Those of one layer that a rank has."""
+        """Of one layer, on one rank."""
         scales = np.asarray(given, dtype=np.float64)
         if self.scale_axis is None:
             if scales.ndim:
@@ -163,7 +162,7 @@ class Role:
         return [float(scale) for part in inner.owned(rank).within(inner.size).parts for scale in scales[slice(*part)]]
 
     def of(self, tensors: Mapping[int, Any], *, axes: str | None = None) -> Role:
-        """The role with a rank's tensors, by layer. `axes` gives their memory order if it differs."""
+        """`axes`: the tensors' memory order if it differs."""
         return replace(self, tensors=tensors, axes=axes or self.axes)
 
     @property
@@ -172,7 +171,7 @@ class Role:
         return math.prod(inner.size for inner in self.inner.values()) * ITEMSIZE[dtype_of(self, self.name)]
 
     def local_shape(self, rank: Topology, *, rows: int, page_size: int) -> tuple[int, ...]:
-        """The shape of one layer's tensor on `rank`, with `rows` pages of `page_size` tokens, or `rows` slots."""
+        """Of one layer's tensor, with `rows` pages of `page_size` tokens, or `rows` slots."""
         sizes = {"page": rows, "slot": rows, TOKEN: page_size // self.granule}
         return tuple(
             self.inner[axis].local_size(rank) if axis in self.inner else sizes[axis]
@@ -193,9 +192,9 @@ def declare(
 ) -> Component:
     """The component of `roles`: what each rank of the group owns, and where this rank's rows lie.
 
-    With pipeline parallelism `layers_by_stage` has the layer ids of each stage, and a stage without layers of this component
-    gives no tensors. Without it the component is this stage's part, for `join_stages`. Raises `ConfigError`, with the layer,
-    the axis and both values, if tensors contradict the declaration.
+    `layers_by_stage` has the layer ids of each pipeline stage; a stage without layers of this component gives no tensors.
+    Without it the component is this stage's part, for `join_stages`. Raises `ConfigError`, with the layer, the axis and both
+    values, if tensors contradict the declaration.
     """
     what = f"component {name!r}"
     row_axis = "page" if rows == "pages" else "slot"
@@ -236,17 +235,17 @@ def declare(
 
 
 def last_tokens(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
-    """The last `window` of `num_tokens` tokens without the first `prefix`: `[max(prefix, num_tokens - window), num_tokens)`."""
+    """`[max(prefix, num_tokens - window), num_tokens)`"""
     return min(max(prefix, num_tokens - window, 0), num_tokens), num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One kind of state of a model, without memory. `disagg.models` makes these from a config.
+    """One kind of state of a model, without memory.
 
-    `layers` are the ids of the layers that have the state. Decode needs the last `window` tokens (`None`: all). With `ring` the
-    rows are rings of that many tokens, one per request, addressed by `token % ring`. With `packed` the roles follow each other
-    within a page, each with all tokens of the page.
+    `layers`: ids of the layers that have the state. Decode needs the last `window` tokens (`None`: all). With `ring` the
+    rows are rings of that many tokens, one per request, addressed by `token % ring`. With `packed` the roles follow each
+    other within a page, each with all tokens of the page.
     """
 
     name: str
@@ -259,7 +258,7 @@ class State:
     optional: bool = False
 
     def role(self, name: str) -> Role:
-        """The role of that name. Raises `ConfigError` if there is none."""
+        """Raises `ConfigError` if there is none."""
         for role in self.roles:
             if role.name == name:
                 return role
@@ -290,10 +289,10 @@ class State:
         axes: Mapping[str, str] | None = None,
         tokens: Rule = all_tokens,
     ) -> Component:
-        """The component over this rank's `tensors`, by role and layer.
+        """The component over this rank's `tensors`, by role and layer; a role has none if the stage has none.
 
-        A role has no layers in `tensors` if the stage has none. `axes` gives memory orders that differ from the role's, by
-        role. Raises `ConfigError` if a role is missing, or if tensors contradict it.
+        `axes`: memory orders that differ from the role's, by role. Raises `ConfigError` if a role is missing, or if tensors
+        contradict it.
         """
         expected = [role.name for role in self.roles]
         if sorted(expected) != sorted(tensors):
@@ -312,7 +311,7 @@ class State:
 
 
 def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
-    """The role's axes. Raises `ConfigError` for unknown or missing ones."""
+    """Raises `ConfigError` for unknown or missing axes."""
     expected = [row_axis, *([TOKEN] if row_axis == "page" else []), *role.inner]
     axes = parse_axes(role.axes, known=expected, what=what)
     missing = [axis for axis in expected if axis not in axes]
@@ -322,7 +321,7 @@ def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
 
 
 def _check_apart(given: Sequence[tuple[str, Mapping[int, RawTensor]]], what: str) -> None:
-    """Check that positions of a tensor have separate memory, and so do the tensors of all roles and layers."""
+    """Raises `ConfigError` unless all positions of all tensors have separate memory."""
     named = [(f"tensor {role!r} of layer {layer}", tensor) for role, tensors in given for layer, tensor in tensors.items()]
     for where, tensor in named:
         if overlaps_itself(tensor):
@@ -350,7 +349,6 @@ def _place(
 def _tensor_layouts(
     roles: Sequence[Role], rank: Topology, layers: Sequence[int], rows: RowKind, tokens: Rule, *, component: str
 ) -> tuple[TensorLayout, ...]:
-    """The layouts of all roles on `rank`."""
     tensors, what = [], f"component {component!r}"
     for role in roles:
         axes = [Axis(LAYER, None, positions_to_intervals(layers))]
@@ -366,7 +364,7 @@ def _tensor_layouts(
 
 
 def dtype_of(role: Role, component: str) -> str:
-    """The dtype of a role's tensors, or the declared one. Raises `ConfigError` if there is neither."""
+    """Raises `ConfigError` if there are no tensors and no declared dtype."""
     for tensor in role.tensors.values():
         return raw_tensor(tensor).dtype
     if role.dtype is None:

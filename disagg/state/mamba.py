@@ -1,8 +1,7 @@
 """Recurrent state: the convolution window and the temporal state of Mamba1, Mamba2, GDN, KDA and lightning attention.
 
-A request has one slot. The `*_roles` functions describe a kind, and `recurrent` binds it to a rank's tensors. Convolution and
-temporal state may have different dtypes. Memory orders are declared (`"slot channel width"` or `"slot width channel"`). Strides
-come from the tensors, so views of a larger slot page work. Give `Slot(id)` to `finish`: a slot is read when it is sent.
+A request has one slot. The `*_roles` functions describe a kind, and `recurrent` binds it to a rank's tensors, which may be
+views of a larger slot page. Give `Slot(id)` to `finish`: a slot is read when it is sent.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ def gdn_roles(
     kernel: int,
     dtypes: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Role, Role]:
-    """Gated delta net (Qwen3-Next, Qwen3.5).
-
-    `conv` has `kernel - 1` columns over `q ‖ k ‖ v`, each divided by heads. `temporal` is per value head.
+    """Gated delta net (Qwen3-Next, Qwen3.5). `conv` has `kernel - 1` columns over `q ‖ k ‖ v`, each divided by heads.
+    `temporal` is per value head.
     """
     keys, values = Block(num_key_heads, key_head_dim), Block(num_value_heads, value_head_dim)
     inner = {"head": by_tp(num_value_heads), "key_dim": whole(key_head_dim), "value_dim": whole(value_head_dim)}
@@ -45,10 +43,8 @@ def kda_roles(
     fused: bool = True,
     dtypes: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Role, ...]:
-    """Kimi delta attention.
-
-    `conv` is over `q ‖ k ‖ v`, stored `[kernel - 1, channel]`. Without `fused` there are `conv_q`, `conv_k` and `conv_v`
-    instead. `temporal` is per head.
+    """Kimi delta attention. `conv` is over `q ‖ k ‖ v`, stored `[kernel - 1, channel]`; without `fused` it is `conv_q`,
+    `conv_k` and `conv_v`. `temporal` is per head.
     """
     keys, values = Block(num_heads, key_head_dim), Block(num_heads, value_head_dim)
     axes = "slot width channel"
@@ -69,10 +65,9 @@ def mamba2_roles(
     kernel: int,
     dtypes: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Role, Role]:
-    """Mamba2 (Nemotron-H, Falcon-H1, Granite, Bamba).
-
-    `conv` is over `x ‖ B ‖ C`, with `x` divided by heads and `B` and `C` by groups. If the numbers of groups and ranks do not
-    divide each other, every rank owns `B` and `C` whole. `temporal` is per head.
+    """Mamba2 (Nemotron-H, Falcon-H1, Granite, Bamba). `conv` is over `x ‖ B ‖ C`: `x` divided by heads, `B` and `C` by
+    groups. If the numbers of groups and ranks do not divide each other, every rank owns `B` and `C` whole. `temporal` is per
+    head.
     """
     group = Block(num_groups, state_size, groups=True)
     inner = {"head": by_tp(num_heads), "head_dim": whole(head_dim), "state": whole(state_size)}
@@ -94,7 +89,7 @@ def mamba1_roles(
 
 
 def lightning_roles(*, num_heads: int, key_head_dim: int, value_head_dim: int, dtype: str | None = None) -> tuple[Role]:
-    """Lightning attention (MiniMax): `temporal` per head, without a convolution."""
+    """Lightning attention (MiniMax): `temporal` per head, no convolution."""
     inner = {"head": by_tp(num_heads), "key_dim": whole(key_head_dim), "value_dim": whole(value_head_dim)}
     return (Role(name="temporal", axes="slot head key_dim value_dim", inner=inner, dtype=dtype),)
 
@@ -117,7 +112,7 @@ def recurrent(
 
         ssm = recurrent(gdn_roles(...), {"conv": conv, "temporal": temporal}, topology=topology)
 
-    `axes` gives memory orders that differ from the kind's usual one, by role. Raises `ConfigError` if a role is missing, or if
+    `axes`: memory orders that differ from the kind's usual one, by role. Raises `ConfigError` if a role is missing, or if
     tensors contradict it.
     """
     layers = next((tuple(by_layer) for by_layer in tensors.values()), ())
@@ -128,5 +123,5 @@ def recurrent(
 def _conv(
     blocks: Sequence[Block], kernel: int, dtype: str | None, *, name: str = "conv", axes: str = "slot channel width"
 ) -> Role:
-    """A convolution window: the last `kernel - 1` inputs of every channel."""
+    """The last `kernel - 1` inputs of every channel."""
     return Role(name=name, axes=axes, inner={"channel": blocks_by_tp(blocks), "width": whole(kernel - 1)}, dtype=dtype)

@@ -1,8 +1,7 @@
 """Whether positions of tensors share bytes, exactly, for any strides.
 
-A position lies at a sum of multiples of strides, each multiple bounded by a size. So two positions share a byte if and only if
-a bounded sum of multiples of strides has one certain value. For layouts whose axes nest, as those of real pools do, few
-multiples are possible for each stride, and the search ends at once.
+Two positions share a byte if and only if a bounded sum of multiples of strides has one certain value. For layouts whose axes
+nest, as those of real pools do, few multiples are possible for each stride, and the search ends at once.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ Steps = tuple[tuple[int, int], ...]
 """Pairs `(stride, last)`, ascending: any multiple of `stride`, in bytes, from 0 to `last`."""
 
 MAX_TRIES = 20_000
-"""Multiples that are tried for one question. Only large axes whose strides do not nest need more."""
+"""Multiples tried for one question. Only large axes whose strides do not nest need more."""
 
 
 def overlaps_itself(tensor: RawTensor) -> bool:
-    """Whether two positions of a tensor share a byte, or its strides are too irregular to exclude it."""
+    """True also if the strides are too irregular to exclude it."""
     if 0 in tensor.shape:
         return False
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):
@@ -36,9 +35,7 @@ def overlaps_itself(tensor: RawTensor) -> bool:
 
 
 def first_overlap(tensors: Sequence[RawTensor]) -> tuple[int, int] | None:
-    """The indices of two tensors that share a byte, ascending, or whose strides are too irregular to exclude it; `None` if
-    there are none.
-    """
+    """The indices of two tensors that share a byte, ascending, or whose strides are too irregular to exclude it."""
     steps = [_steps(tensor) for tensor in tensors]
     kinds: dict[Steps, int] = {}
     kind_of = [kinds.setdefault(each, len(kinds)) for each in steps]
@@ -56,7 +53,7 @@ def first_overlap(tensors: Sequence[RawTensor]) -> tuple[int, int] | None:
 
 
 def _steps(tensor: RawTensor) -> Steps:
-    """The steps between the bytes of a tensor."""
+    """Between the bytes of a tensor."""
     sizes = zip(tensor.strides, tensor.shape, strict=True)
     steps = [(stride * tensor.itemsize, size - 1) for stride, size in sizes if size > 1 and stride]
     return tuple(sorted([(1, tensor.itemsize - 1), *steps]))
@@ -81,16 +78,15 @@ def _near(tensors: Sequence[RawTensor]) -> Iterator[tuple[int, int]]:
 
 
 def _is_sum(steps: Iterable[tuple[int, int]], total: int) -> bool:
-    """Whether `total` is a sum of one multiple of each step. Also true after `MAX_TRIES`.
-
-    The steps have one of a single byte, and reach `total`.
+    """Whether `total` is a sum of one multiple of each step. Also true after `MAX_TRIES`. The steps have one of a single
+    byte, and reach `total`.
     """
     merged = _merge(steps)
     reach = list(itertools.accumulate(stride * last for stride, last in merged))
     tries = itertools.count()
 
     def search(index: int, left: int) -> bool:
-        """Whether `left` is a sum of the steps up to `index`, which reach it."""
+        """Of the steps up to `index`, which reach it."""
         if index == 0:
             return True
         stride, last = merged[index]

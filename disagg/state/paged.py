@@ -1,4 +1,4 @@
-"""Paged attention KV: multi-head and grouped-query attention, latent attention (MLA), block scales, draft layers."""
+"""Paged attention KV: multi-head and grouped-query attention, latent attention (MLA), and their block scales."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ def gqa(
     `tensors` maps each layer id of this rank to `(k, v)`, or to one tensor with both along a `kv` axis of size 2. `axes`
     names their axes in memory order, from `page kv token kv_head dim`: `"nhd"` is `"page token kv_head dim"`, `"hnd"` is
     `"page kv_head token dim"`. Where K and V differ, it maps `"k"` and `"v"` to their own. `num_kv_heads` are the model's
-    total KV heads, not this rank's: rank `r` of `T` owns `[floor(r*H/T), max(start+1, floor((r+1)*H/T)))`, so with more than
-    `H` ranks some are replicas. K and V may differ in `dim`. `scales` are block scales (FP8, MX), with the same axes and
-    `scales_per_head` in place of `dim`. `dims` (of K and V) and `dtype` are required only if a stage may have no layer.
-    `k_scale`, `v_scale` and `rounding` are those of `Role`: with them a peer may hold K and V in another dtype. With
+    total KV heads, not this rank's: rank `r` of `T` owns `[floor(r*H/T), max(start+1, floor((r+1)*H/T)))`. `scales` are
+    block scales (FP8, MX), with the same axes and `scales_per_head` in place of `dim`. `dims` (of K and V, which may differ)
+    and `dtype` are required only if a stage may have no layer. `k_scale`, `v_scale` and `rounding` are those of `Role`. With
     `scales_by_head` each layer has a scale for every KV head of the model.
 
     Raises `ConfigError`, with the layer, the axis and both values, if a tensor contradicts the declaration.
@@ -106,11 +105,11 @@ def mla(
     tokens: Rule = all_tokens,
     optional: bool = False,
 ) -> Component:
-    """The latent of multi-head latent attention: `dim = kv_lora + rope` elements per token, the same on every rank of a group.
+    """The latent of multi-head latent attention: `dim = kv_lora + rope` elements per token, the same on every rank of a
+    group.
 
-    `tensors` maps each layer id to one tensor. One elected rank writes each destination rank's copy. `scales` are block scales,
-    `scales_dim` per token, in tensors with the same axes. `scale` and `rounding` are those of `Role`, for the latent. Raises
-    `ConfigError` as `gqa` does.
+    `tensors` maps each layer id to one tensor. `scales` are block scales, `scales_dim` per token, in tensors with the same
+    axes. `scale` and `rounding` are those of `Role`, for the latent. Raises `ConfigError` as `gqa` does.
     """
     latent, *rest = mla_roles(dim, dtype=dtype, scales=scales_dim if scales is not None else 0, scales_dtype=scales_dtype)
     declared = [replace(latent, scale=scale, rounding=rounding), *rest]
@@ -121,14 +120,14 @@ def mla(
 
 
 def _dim(by_layer: Mapping[int, RawTensor], axes: str, what: str) -> int:
-    """The size of `dim` in the first layer; 1 if the tensor has other axes, which `declare` then reports."""
+    """1 if the first layer's tensor has other axes, which `declare` then reports."""
     if not by_layer:
         raise ConfigError(f"{what}: expected dims and dtype, since there are no layers, found none")
     return max(dict(zip(axes.split(), next(iter(by_layer.values())).shape, strict=False)).get("dim", 1), 1)
 
 
 def pairs(tensors: Mapping[int, Any], axes: Sequence[str], *, what: str) -> dict[str, dict[int, RawTensor]]:
-    """K and V by layer, from pairs or from tensors with both along `kv`."""
+    """By role and layer, from pairs or from tensors with both along `kv`."""
     roles: dict[str, dict[int, RawTensor]] = {"k": {}, "v": {}}
     for layer, given in tensors.items():
         if "kv" in axes:

@@ -13,7 +13,7 @@ from disagg.state.declare import Role, Rule, all_tokens, declare, whole
 
 
 def index_roles(*, key_nbytes: int = 128, scale_nbytes: int = 4, tokens_per_key: int = 1) -> tuple[Role, ...]:
-    """Index keys and their scales, in bytes: one of each per `tokens_per_key` tokens. Every rank owns them whole."""
+    """In bytes, one key and scale per `tokens_per_key` tokens. Every rank owns them whole."""
     sizes = {"key": key_nbytes, "scale": scale_nbytes}
     return tuple(
         Role(name=name, axes="page token byte", inner={"byte": whole(size)}, dtype="uint8", granule=tokens_per_key)
@@ -42,8 +42,8 @@ def index_keys(
 ) -> Component:
     """Index keys, the same on every rank, from tensors `[page, bytes]` by layer.
 
-    A page has `page_size / tokens_per_key` keys of `key_nbytes`, *then* the same number of scales of `scale_nbytes` (0: none).
-    Leave out layers that use another layer's top-k: they have no rows. Raises `ConfigError` if pages are too small.
+    A page has `page_size / tokens_per_key` keys of `key_nbytes`, *then* the same number of scales of `scale_nbytes` (0:
+    none). Leave out layers that use another layer's top-k: they have no rows. Raises `ConfigError` if pages are too small.
     """
     num_keys = page_size // tokens_per_key
     roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
@@ -65,8 +65,8 @@ def index_tail(
 ) -> Component:
     """The open pool of pooled index keys, from tensors `[ring, bytes]` by layer.
 
-    A ring has `tail` keys, then `tail` scales. Token `t` is at `t % tail`. `tail` may differ between the sides. Of `n` tokens,
-    decode needs `open_pool(n, tokens_per_key)`, in the rows `window.ring_rows(ring, need=..., stride=tail)`.
+    A ring has `tail` keys, then `tail` scales. Token `t` is at `t % tail`. `tail` may differ between the sides. Of `n`
+    tokens, decode needs `open_pool(n, tokens_per_key)`, in the rows `window.ring_rows(ring, need=..., stride=tail)`.
     """
     bound = _halves(index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes), rings, tail)
     return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage)
@@ -90,9 +90,8 @@ def compressed(
     tokens: Rule = all_tokens,
     optional: bool = False,
 ) -> Component:
-    """Compressed KV of one kind (DeepSeek-V4: ratio 4 or 128): one entry of `dim` elements per `ratio` tokens.
-
-    Every rank has the same entries. Page sizes are in tokens: a tensor with `n` entries per page has pages of `n * ratio`.
+    """Compressed KV of one kind (DeepSeek-V4: ratio 4 or 128): one entry of `dim` elements per `ratio` tokens, the same on
+    every rank. A tensor with `n` entries per page has pages of `n * ratio` tokens.
     """
     roles = [role.of(tensors, axes=axes) for role in compressed_roles(dim, ratio=ratio, dtype=dtype)]
     return declare(
@@ -101,7 +100,7 @@ def compressed(
 
 
 def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int) -> list[Role]:
-    """Roles over consecutive parts of pages: all keys, then all scales."""
+    """Consecutive parts of pages: all keys, then all scales."""
     bound, start = [], 0
     total = num_keys * sum(role.inner["byte"].size for role in roles)
     for role in roles:
@@ -112,7 +111,7 @@ def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int) -> l
 
 
 def _part(page: Any, start: int, num_keys: int, nbytes: int, total: int) -> RawTensor:
-    """`num_keys` runs of `nbytes`, from byte `start` of each page of a tensor `[page, bytes]`, as `[page, key, byte]`."""
+    """`num_keys` runs of `nbytes`, from byte `start` of each page, as `[page, key, byte]`."""
     raw = raw_tensor(page)
     if len(raw.shape) != 2 or raw.shape[1] * raw.itemsize < total:
         found = f"shape {raw.shape} of {raw.itemsize} bytes each"

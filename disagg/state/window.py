@@ -27,7 +27,7 @@ def swa(
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
 ) -> Component:
-    """K and V of sliding-window layers: `paged.gqa` with another name. Give `needed(...)` to `receiver`."""
+    """K and V of sliding-window layers, as `paged.gqa`. Give `needed(...)` to `receiver`."""
     return paged.gqa(
         tensors,
         axes=axes,
@@ -52,8 +52,8 @@ def needed(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
 def ring_rows(slot: int, *, need: tuple[int, int], stride: int) -> Pages:
     """The rows of a ring-addressed window, where token `t` is row `slot * stride + t % stride`.
 
-    The ring is one page of `stride` tokens, listed once for each time it wraps. Declare the pool with pages of `stride` tokens.
-    Raises `LayoutError` if `need` is longer than the ring, since its tokens would overwrite each other.
+    The ring is one page of `stride` tokens, listed once for each time it wraps. Declare the pool with pages of `stride`
+    tokens. Raises `LayoutError` if `need` is longer than the ring.
     """
     start, stop = need
     if not 0 <= start <= stop <= start + stride:
