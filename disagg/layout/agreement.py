@@ -27,9 +27,8 @@ MAX_MODEL = 4096
 @dataclass(frozen=True)
 class ModelId:
     """The model whose state moves. Both sides must give the same `name` and `revision`. A revision may have several words,
-    such as `dtype=bfloat16 rope=default`: an error names the words that only one peer has.
-
-    Raises `ConfigError` for more than `MAX_MODEL` characters, or text that UTF-8 cannot encode.
+    such as `dtype=bfloat16 rope=default`, so that an error can name those that differ. Raises `ConfigError` for more than
+    `MAX_MODEL` characters, or text that UTF-8 cannot encode.
     """
 
     name: str
@@ -57,7 +56,7 @@ def encode_placements(components: Sequence[Component]) -> bytes:
 
 
 def decode_placements(data: bytes) -> dict[str, Placement]:
-    """By component. Raises `RemoteProtocolError`."""
+    """Raises `RemoteProtocolError`."""
     try:
         return {placement.component: placement for placement in _PLACEMENTS.decode(data)}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -66,7 +65,7 @@ def decode_placements(data: bytes) -> dict[str, Placement]:
 
 @dataclass(frozen=True)
 class LocalRank:
-    """This rank: its topology, its components, its instance's table."""
+    """This rank, and its instance's table."""
 
     topology: Topology
     components: tuple[Component, ...]
@@ -86,14 +85,14 @@ class LocalRank:
 
     @cached_property
     def checksum_plans(self) -> dict[str, ChecksumPlan]:
-        """Of received state, by component."""
+        """For received state, by component."""
         held = self.table.ranks[self.topology.group_rank].by_name
         return {name: reader_plan(held[name], placement) for name, placement in self.placements.items()}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The elections with one peer instance, in both directions, and the plans towards its ranks."""
+    """The elections with one peer instance, in both directions."""
 
     table_bytes: bytes
     table: LayoutTable
@@ -102,13 +101,13 @@ class Agreement:
 
     @classmethod
     def between(cls, local: LocalRank, table_bytes: bytes) -> Agreement:
-        """`table_bytes`: the peer's encoded table. Raises `LayoutError` if the layouts do not match."""
+        """`table_bytes` is the peer's. Raises `LayoutError` if the layouts do not match."""
         table = LayoutTable.decode(table_bytes)
         return cls(table_bytes, table, elect(local.table, table), elect(table, local.table))
 
     @property
     def digests(self) -> bytes:
-        """The digests of the outgoing and the incoming election. A peer has them in the opposite order."""
+        """Of both elections; a peer has them in the opposite order."""
         return self.outgoing.digest + self.incoming.digest
 
     def check_digests(self, theirs: bytes) -> None:
@@ -117,7 +116,6 @@ class Agreement:
             raise LayoutError(f"plans differ: digest {self.digests.hex()[:16]}… here, {theirs[32:].hex()[:16]}… at the peer")
 
     def left_out(self, local: LocalRank) -> list[str]:
-        """The optional components that only one side has."""
         return sorted((local.table.components.keys() | self.table.components.keys()) - set(self.outgoing.components))
 
     @property
@@ -135,9 +133,7 @@ class Agreement:
     def plans(
         self, local: LocalRank, rank: int, placements: Mapping[str, Placement], regions: Sequence[RemoteRegion], *, peer: str
     ) -> tuple[TransferPlan, TransferPlan]:
-        """The plans from this rank to `rank`, and from `rank` to this one. Raises `LayoutError` if the memory of `rank`
-        contradicts its layouts.
-        """
+        """Outgoing and incoming. Raises `LayoutError` if the memory of `rank` contradicts its layouts."""
         group_rank = rank % self.group_size
         for layout in self.table.ranks[group_rank].components:
             if layout.name not in self.outgoing.components or not any(tensor.layers for tensor in layout.tensors):
@@ -153,8 +149,8 @@ class Agreement:
         )
 
     def checksum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, ChecksumPlan]:
-        """What this rank checks of what it writes to `rank`, by component. Raises `LayoutError` for a converted component,
-        whose numbers have other bits on both sides.
+        """For what this rank writes to `rank`, by component. Raises `LayoutError` for a converted component, whose numbers
+        have other bits on both sides.
         """
         for name, roles in self.outgoing.converted:
             what = f"component {name!r}, tensor {roles[0]!r}"
@@ -163,24 +159,24 @@ class Agreement:
         return writer_plans(self.outgoing, source=ours, destination=(rank % self.group_size, self.table, placements))
 
     def readers(self, local: LocalRank) -> frozenset[int]:
-        """Group ranks of the peer that this rank writes to."""
+        """Group ranks of the peer."""
         return frozenset(self.outgoing.readers(local.topology.group_rank))
 
     def writers(self, local: LocalRank, group: int) -> list[int]:
-        """Ranks of the peer's group that write to this rank."""
+        """Ranks of the peer."""
         return [group * self.group_size + writer for writer in self.incoming.writers(local.topology.group_rank)]
 
     def idle_writers(self, local: LocalRank, group: int) -> list[int]:
         """Ranks of the peer's group that write to no rank of this one's. The first rank of this one's group tells them of a
-        request; empty on the others.
+        request, so the list is empty on the others.
         """
         if local.topology.group_rank:
             return []
         return [group * self.group_size + rank for rank in self._idle]
 
     def partners(self, local: LocalRank) -> frozenset[int]:
-        """The ranks of the peer instance that this rank connects to: those that it exchanges bytes with, those that tell it
-        of requests or that it tells, and the leader, which connects to every rank. Both sides compute the same pairs.
+        """The peer's ranks that this rank connects to: those that it exchanges bytes with, those that tell it of requests or
+        that it tells, and the leader. A leader connects to every rank. Both sides compute the same pairs.
         """
         if local.topology.rank == 0:
             return frozenset(range(self.num_ranks))
@@ -215,7 +211,7 @@ class Agreement:
 
 
 def expected_tokens(owned: Owned | None, need: tuple[int, int]) -> tuple[int, int]:
-    """The hull of a writer's tokens inside `need`. `owned` is `None` for a slot."""
+    """The hull of a writer's tokens inside `need`."""
     start, stop = need
     if owned is None or isinstance(owned, Periodic):
         return need

@@ -22,7 +22,7 @@ from disagg.layout.tables import ComponentLayout
 Stream = _native.Stream
 """One side's bytes of a request, in the order of `bind`."""
 MAX_TOKENS = 2**24
-"""Per range: peers send ranges."""
+"""Limit on the tokens of one range: peers send ranges."""
 
 
 def bind(
@@ -36,7 +36,7 @@ def bind(
     out: Columns | None = None,
     num_threads: int = 1,
 ) -> CopyBatch:
-    """The copies of tokens `[start, stop)` of one request, in `layers`, of what both sides own. Slots have no `tokens`.
+    """The copies of tokens `[start, stop)` of one request, in `layers`. Slots have no `tokens`.
 
     Copies are in order of spans, layers, tokens and dims; neighbours are joined. `num_tokens`: the length of the whole
     request if `tokens` is only a part; shares depend on it. With `out` the batch lies in its memory and is valid until `out`
@@ -47,7 +47,7 @@ def bind(
 
 
 class BoundRows(msgspec.Struct, frozen=True, eq=False):
-    """Span classes (`numbers` in the plan) and a request's runs of tokens for each."""
+    """Span classes, by number, and the request's runs of tokens for each."""
 
     plan: ComponentPlan
     numbers: Sequence[int]
@@ -56,11 +56,10 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def spans(self) -> list[_native.Span]:
-        """The span classes as the compiled core takes them."""
         return [self.plan.cores[number] for number in self.numbers]
 
     def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
-        """The runs over `span_shapes(plan)`, whose first shape has number `first`."""
+        """Over `span_shapes(plan)`, whose first shape has number `first`."""
         chosen = None if self.layers is None or tuple(self.layers) == self.plan.layers else self.layers
         found = []
         for number, runs in zip(self.numbers, self.runs, strict=True):
@@ -83,13 +82,12 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         return first >= count or self.num_copies() >= count
 
     def at_destination(self) -> tuple[int, int]:
-        """The bytes at the destination, and the runs that they are in there, whatever the source's order or format."""
+        """The bytes and runs at the destination, whatever the source's order or format."""
         stream = Stream(source=False)
         self.append_to(stream)
         return stream.total, stream.num_pieces
 
     def append_to(self, stream: _native.Stream) -> None:
-        """The bytes are appended in the order of the copies."""
         stream.append(self.spans, self.runs, self.layers)
 
 
@@ -103,7 +101,7 @@ def bind_rows(
     layers: Sequence[int] | None = None,
     spans: Sequence[int] | None = None,
 ) -> BoundRows:
-    """As `bind`. `spans` selects span classes by number; `None` means all."""
+    """As `bind`. `spans` selects span classes by number."""
     by_granule: dict[int, Ints] = {}
     runs: list[Ints] = []
     numbers = range(len(plan.spans)) if spans is None else spans
@@ -179,7 +177,6 @@ def _slot(rows: Rows, space: RowSpace, name: str, side: str) -> int:
 
 
 def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str, side: str) -> _native.PageList:
-    """As the compiled core takes them."""
     if not isinstance(rows, Pages):
         raise LayoutError(f"component {name!r}, {side}: expected Pages, found {type(rows).__name__}")
     if space.page_size % granule:
@@ -198,7 +195,6 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str
 
 
 def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side: str) -> LayoutError:
-    """For the first needed token that has no page inside its pool."""
     assert isinstance(rows, Pages)
     _, listed, token, row = fault
     where = f"component {name!r}, {side}"
@@ -213,10 +209,8 @@ def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side
 def check_rows(
     layout: ComponentLayout, placement: Placement, rows: Rows, need: tuple[int, int]
 ) -> npt.NDArray[np.integer[Any]]:
-    """Check that `rows` have a separate place for every needed token that this rank owns. Returns the ids of the rows used,
-    some perhaps more than once.
-
-    Raises `LayoutError`, with the first token without a page inside the pool, or a page that would be written twice.
+    """The ids of the rows with a needed token that this rank owns, some perhaps more than once. Raises `LayoutError`, with
+    the first token without a page inside the pool, or a page that would be written twice.
     """
     space, name = row_space(layout, placement), layout.name
     if space.tokens is None:
@@ -247,8 +241,8 @@ def _check_twice(runs: Ints, space: RowSpace, name: str, side: str) -> None:
 def listed_rows(
     layout: ComponentLayout, placement: Placement, rows: Rows, tokens: tuple[int, int] | None
 ) -> npt.NDArray[np.integer[Any]]:
-    """The ids of the listed rows inside the pool that hold `tokens` (`None`: all). If this rank's tokens depend on the
-    request's length, all listed rows.
+    """The listed rows inside the pool that hold `tokens` (`None`: all); all listed rows if this rank's tokens depend on the
+    request's length.
     """
     space = row_space(layout, placement)
     ids = np.array([rows.id]) if isinstance(rows, Slot) else rows.ids

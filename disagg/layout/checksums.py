@@ -1,9 +1,8 @@
 """Checksums of state: each side computes them over its own layout, and they are equal if the right bytes arrived.
 
-`_native.digest` weighs every element by its coordinates and adds up. The coordinates are the layer, the place among the
-tokens that the *destination* rank owns, and the global position on every inner axis. They do not depend on where an element
-lies in memory, so the writers' checksums add up to the destination's. Checksums are kept by layer and by page of the
-destination, so that a difference can be located.
+`_native.digest` weighs every element by the layer, the place among the tokens that the *destination* rank owns, and the
+global position on every inner axis, and adds up. Where an element lies in memory does not matter, so the writers' checksums
+add up to the destination's. They are kept by layer and by page of the destination, to locate a difference.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class ChecksumBox:
 
 @dataclass(frozen=True, eq=False)
 class ChecksumPlan:
-    """What one side checks of a component for one destination rank. `layers`: all of the destination rank, by any writer,
+    """What one side checks of a component for one destination rank. `layers`: all of the destination, by any writer,
     ascending.
     """
 
@@ -61,7 +60,7 @@ class ChecksumPlan:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Checksums modulo 2**64, by each of a plan's `layers` and by each page. Those of several writers add up."""
+    """Modulo 2**64, by each of a plan's `layers` and by each page. Those of several writers add up."""
 
     by_layer: Words
     by_page: Words
@@ -77,7 +76,7 @@ def writer_plans(
     source: tuple[int, LayoutTable, Mapping[str, Placement]],
     destination: tuple[int, LayoutTable, Mapping[str, Placement]],
 ) -> dict[str, ChecksumPlan]:
-    """What a writer checks for one destination rank, by component. The sides are as in `make_plan`."""
+    """For one destination rank, by component. The sides are as in `make_plan`."""
     boxes: dict[str, list[ChecksumBox]] = {}
     ours, theirs = source[1].ranks[source[0]].by_name, destination[1].ranks[destination[0]].by_name
     for flow in election.by_pair.get((source[0], destination[0]), ()):
@@ -98,7 +97,7 @@ def writer_plans(
 
 
 def reader_plan(layout: ComponentLayout, placement: Placement) -> ChecksumPlan:
-    """A destination rank checks everything that it owns."""
+    """Everything that a destination rank owns of a component."""
     boxes = []
     for tensor in layout.tensors:
         if not tensor.layers:
@@ -145,8 +144,8 @@ def page_range(plan: ChecksumPlan, need: tuple[int, int]) -> range:
 
 
 def check_listed(plan: ChecksumPlan, rows: Rows, need: tuple[int, int]) -> None:
-    """Raises `LayoutError` if the destination, a peer, lists fewer pages than its `need` spans: each page gets a checksum.
-    It may list one less, since an incomplete granule of tokens has no place.
+    """Raises `LayoutError` if the destination, a peer, lists fewer pages than `need` spans: each gets a checksum. It may
+    list one less, since an incomplete granule of tokens has no place.
     """
     if plan.destination.tokens is None:
         return
@@ -214,7 +213,7 @@ def _runs(
 
 
 def difference(plan: ChecksumPlan, rows: Rows, pages: range, *, expected: Checksums, found: Checksums) -> str:
-    """The first layer and the first page that differ, in words; empty if checksums are equal."""
+    """The first layer and page that differ, in words; empty if checksums are equal."""
     layers = np.flatnonzero(expected.by_layer != found.by_layer)
     numbers = np.flatnonzero(expected.by_page != found.by_page)
     if not len(layers) and not len(numbers):

@@ -1,8 +1,6 @@
-"""Conversion of numbers: the dtypes between which a writer converts, and with which scales.
-
-A tensor with scales holds numbers: element times scale. The writer stores them as the destination's engine would: `number /
-scale`, by the destination's `rounding`, in single precision. Formats of 16 and 32 bits have scale 1, and get the nearest
-number.
+"""Conversion of numbers: between which dtypes, and with which scales. The writer stores them as the destination's engine
+would: `number / scale`, by the destination's `rounding`, in single precision. Formats of 16 and 32 bits have scale 1, and
+get the nearest number.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ TWICE = "numbers would be quantized twice"
 
 
 class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the elements of a tensor mean. `scales`: by layer, in memory order; with an `axis`, by each position of it that
-    this rank owns, layer after layer. `rounding` is one of `disagg.core.formats`, or `None` if only the engine can make such
-    numbers.
+    """`scales`: by layer, in memory order; with an `axis`, by each position of it that this rank owns, layer after layer.
+    `rounding`: one of `disagg.core.formats`, or `None` if only the engine can make such numbers.
     """
 
     scales: tuple[float, ...]
@@ -48,9 +45,7 @@ class Conversion(msgspec.Struct, frozen=True):
 
 
 def check_numbers(dtype: str, numbers: Numbers, num_layers: int, num_positions: int, what: str) -> None:
-    """Raises `LayoutError` unless a tensor of `dtype` can hold such numbers, with scales for `num_positions` in each of
-    `num_layers` layers.
-    """
+    """Raises `LayoutError` unless a tensor of `dtype` can hold such numbers. `num_positions`: with scales, in each layer."""
     if dtype not in FLOATS + QUANTIZED:
         raise LayoutError(f"{what}: expected a dtype among {', '.join(FLOATS + QUANTIZED)} for scales, found {dtype}")
     if len(numbers.scales) != num_layers * num_positions:
@@ -61,7 +56,7 @@ def check_numbers(dtype: str, numbers: Numbers, num_layers: int, num_positions: 
 
 
 class Held(NamedTuple):
-    """The numbers of a role on all ranks of an instance. `scales`: by layer and position of `axis` (0 without one)."""
+    """A role's numbers on all ranks of an instance. `scales`: by layer and position of `axis` (0 without one)."""
 
     dtype: str
     rounding: str | None
@@ -74,8 +69,8 @@ def place_of(place: tuple[int, int], axis: str | None) -> str:
 
 
 def rule(ours: Held, theirs: Held) -> bool:
-    """Whether numbers are converted between two instances. Raises `LayoutError` for numbers that would be quantized twice,
-    and for a format of 8 bits whose rounding is not known.
+    """Whether numbers are converted. Raises `LayoutError` for numbers that would be quantized twice, and for a format of 8
+    bits whose rounding is not known.
     """
     if ours.dtype == theirs.dtype:
         if ours.axis != theirs.axis:

@@ -1,5 +1,5 @@
-"""Election of one writer for each destination byte, since several source ranks may hold it. Both sides compute the same
-election from the layout tables, and compare its digest.
+"""Election of one writer for each destination byte, which several source ranks may hold. Both sides compute the same from
+the layout tables, and compare its digest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Box = tuple[Interval, ...]
 MAX_TOKEN_PERIOD = 2**20
 """Limit on the tokens after which the sources' ownership of tokens repeats."""
 MAX_STEPS = 2**23
-"""Limit on comparisons, about five seconds: tables come from peers, and their parts multiply. The largest layouts of real
-models take a quarter of it.
+"""Limit on comparisons, about five seconds: tables come from peers. The largest layouts of real models take a quarter of
+it.
 """
 
 _Flows = dict[tuple[int, int, str, str, Box], list[int]]
@@ -59,9 +59,7 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
-    """Flows between group ranks. `converted`: the roles, by component, whose numbers the destination holds in another
-    format.
-    """
+    """`converted`: the roles, by component, whose numbers the destination holds in another format."""
 
     components: tuple[str, ...]
     flows: tuple[Flow, ...]
@@ -69,7 +67,7 @@ class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256; equal for equal elections."""
+        """Equal for equal elections."""
         return hashlib.sha256(encode(self)).digest()
 
     @cached_property
@@ -81,20 +79,16 @@ class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
         return {pair: tuple(flows) for pair, flows in pairs.items()}
 
     def writers(self, destination: int) -> tuple[int, ...]:
-        """Group ranks."""
         return tuple(sorted({source for source, found in self.by_pair if found == destination}))
 
     def readers(self, source: int) -> tuple[int, ...]:
-        """Group ranks."""
         return tuple(sorted({destination for found, destination in self.by_pair if found == source}))
 
 
 def elect(source: LayoutTable, destination: LayoutTable) -> Election:
     """Elect one writer for each destination byte. If R source ranks hold the same bytes, each writes 1/R of the (component,
-    layer) pairs, give or take one.
-
-    Raises `LayoutError` if the tables do not match, and for a destination byte without a source, with the axis, what the
-    destination needs and what the sources own.
+    layer) pairs, give or take one. Raises `LayoutError` if the tables do not match, and for a destination byte without a
+    source, with the axis, what the destination needs and what the sources own.
     """
     names = agreed_components(source, destination)
     turns: _Turns = {}
@@ -112,7 +106,7 @@ def elect(source: LayoutTable, destination: LayoutTable) -> Election:
 
 
 class _Sources:
-    """The source ranks that hold any of one tensor. Those `alike` own the same of its inner axes."""
+    """Source ranks that hold any of one tensor. Those `alike` own the same of its inner axes."""
 
     def __init__(self) -> None:
         self.ranks: list[tuple[int, TensorLayout]] = []
@@ -124,7 +118,6 @@ class _Sources:
 
 
 def _holders(layouts: tuple[ComponentLayout | None, ...]) -> dict[str, _Sources]:
-    """By role."""
     found: dict[str, _Sources] = defaultdict(_Sources)
     for rank, layout in enumerate(layouts):
         for tensor in layout.tensors if layout else ():
@@ -196,7 +189,7 @@ def _holds(axis: Axis, part: Interval) -> bool:
 
 
 def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tuple[int, ...]]:
-    """Ranks grouped by the tokens they own: ranks of a group are replicas, and the groups partition the tokens."""
+    """Ranks by the tokens they own: those of a group are replicas, and the groups partition the tokens."""
     classes: dict[Owned | None, list[int]] = defaultdict(list)
     for rank, held in ranks:
         classes[held.token.owned if held.token else None].append(rank)
@@ -206,7 +199,7 @@ def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tu
 
 
 def _check_tokens(owned: Sequence[Owned], where: str) -> None:
-    """Raises `LayoutError` unless the sources own each token of every request exactly once."""
+    """Raises `LayoutError` unless each token of every request is owned exactly once."""
     if not _is_partition(tuple(owned)):
         raise LayoutError(
             f"{where}, axis 'token': expected sources that own each token once, found {', '.join(map(str, owned))}"

@@ -1,6 +1,5 @@
-"""Ownership of axes: which positions a rank holds, in which order, and how two ownerships overlap.
-
-The *local index* of a position is its place in memory order among the positions that the rank owns.
+"""Which positions of an axis a rank holds, in which order, and how two ownerships overlap. The *local index* of a position
+is its place in memory order among those that the rank owns.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from disagg.core.errors import LayoutError
 
 Ints = npt.NDArray[np.int64]
 MAX_PARTS = 2**12
-"""Limit on the intervals of a periodic ownership on an axis of constant size: peers send ownerships."""
+"""Limit on the intervals of a periodic ownership: peers send ownerships."""
 
 
 class Interval(NamedTuple):
@@ -48,7 +47,7 @@ class Intervals(msgspec.Struct, frozen=True, tag="intervals", tag_field="form", 
         return " ‖ ".join(map(str, self.parts)) or "nothing"
 
     def within(self, size: int) -> Intervals:
-        """The owned positions of an axis of `size` positions."""
+        """The owned positions below `size`."""
         return self if all(p.stop <= size for p in self.parts) else _clip(self.parts, size)
 
     def locate(self, positions: Ints) -> Ints:
@@ -62,7 +61,6 @@ class Intervals(msgspec.Struct, frozen=True, tag="intervals", tag_field="form", 
         return local
 
     def count_below(self, position: int) -> int:
-        """How many owned positions are smaller than `position`."""
         return sum(max(0, min(stop, position) - start) for start, stop in self.parts)
 
 
@@ -101,10 +99,8 @@ class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", fo
 
 
 class Share(msgspec.Struct, frozen=True, tag="share", tag_field="form", forbid_unknown_fields=True):
-    """The `index`-th of `parts` contiguous shares of an axis whose length depends on the request.
-
-    Of `n` granules of `granule` positions each share has `n // parts`, and the first `n % parts` shares have one more
-    (context parallel prefill by pages, SGLang).
+    """The `index`-th of `parts` contiguous shares of an axis whose length depends on the request. Of `n` granules each share
+    has `n // parts`, and the first `n % parts` shares have one more (context parallel prefill by pages, SGLang).
     """
 
     index: int
@@ -150,7 +146,6 @@ def cuts(owned: Owned) -> tuple[int, ...]:
 
 
 def positions_to_intervals(positions: Iterable[int]) -> Intervals:
-    """Positions in memory order, such as layer ids."""
     parts: list[Interval] = []
     for position in positions:
         if parts and parts[-1].stop == position:
@@ -161,10 +156,9 @@ def positions_to_intervals(positions: Iterable[int]) -> Intervals:
 
 
 def split(size: int, parts: int, index: int) -> Interval:
-    """The heads or channels, of `size`, that rank `index` of `parts` owns by default.
-
-    `start = floor(index * size / parts)`, `stop = max(start + 1, floor((index + 1) * size / parts))`. This is a partition if
-    `parts <= size`, even if `parts` does not divide `size`. With more ranks than positions some ranks own the same position.
+    """The heads or channels, of `size`, that rank `index` of `parts` owns by default: `start = floor(index * size / parts)`,
+    `stop = max(start + 1, floor((index + 1) * size / parts))`. A partition if `parts <= size`; with more ranks than
+    positions some ranks own the same position.
     """
     start = index * size // parts
     return Interval(start, max(start + 1, (index + 1) * size // parts))
@@ -179,9 +173,7 @@ class Piece(NamedTuple):
 
 
 def overlap(source: Owned, destination: Owned, *, size: int) -> tuple[Piece, ...]:
-    """The positions that both sides own, as pieces in ascending global order. Each is in exactly one piece, at both its
-    local indices.
-    """
+    """The positions that both sides own, in ascending global order, each in one piece."""
     pieces: list[Piece] = []
     ours, theirs = _with_offsets(source.within(size)), _with_offsets(destination.within(size))
     i = j = 0
@@ -207,7 +199,7 @@ def overlap(source: Owned, destination: Owned, *, size: int) -> tuple[Piece, ...
 
 
 def _with_offsets(owned: Intervals) -> list[tuple[Interval, int]]:
-    """Each interval with the local index of its first position, sorted by position."""
+    """With the local index of each interval's first position, sorted."""
     offsets, before = [], 0
     for part in owned.parts:
         offsets.append((part, before))

@@ -17,8 +17,8 @@ from disagg.layout.tables import LAYER, Axis, ComponentLayout, TensorLayout
 
 
 class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Row `i` of `layers[n]` starts at address `bases[n] + i * row_stride`. `strides`: bytes between neighbouring local
-    positions, for the token axis and each inner axis.
+    """Row `i` of `layers[n]` starts at `bases[n] + i * row_stride`. `strides`: bytes between neighbouring local positions,
+    for the token axis and each inner axis.
     """
 
     role: str
@@ -43,7 +43,7 @@ class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.array([bases[layer] + offset for layer in layers], dtype=np.uint64)
 
     def box_offset(self, tensor: TensorLayout, box: Mapping[str, Interval]) -> int:
-        """Bytes from the start of a row to the first element of a box of the inner axes, which this rank owns."""
+        """From the start of a row to the first element of a box of the inner axes, which this rank owns."""
         offset = 0
         for name, part in box.items():
             axis = tensor.axis(name)
@@ -53,7 +53,7 @@ class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """A rank's rows of a component: `num_rows` pages of `page_size` tokens, or `num_rows` slots (`page_size` 1)."""
+    """`num_rows` pages of `page_size` tokens, or `num_rows` slots (`page_size` 1)."""
 
     component: str
     page_size: int
@@ -78,9 +78,7 @@ class Placement(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tr
 def check_placement(
     placement: Placement, layout: ComponentLayout, regions: Sequence[MemoryRegion | RemoteRegion], *, whose: str
 ) -> None:
-    """Raises `LayoutError`, with the first tensor and layer, unless every row of every tensor lies inside one of
-    `regions`.
-    """
+    """Raises `LayoutError`, with the first tensor and layer, unless every row lies inside one of `regions`."""
     for tensor in layout.tensors:
         if not tensor.layers:
             continue
@@ -99,7 +97,6 @@ def check_placement(
 
 
 def _num_positions(axis: Axis, page_size: int, what: str) -> int:
-    """Local positions in one row."""
     if axis.size is not None:
         return axis.owned.within(axis.size).count_below(axis.size)
     if page_size % axis.granule:
@@ -111,9 +108,8 @@ def _num_positions(axis: Axis, page_size: int, what: str) -> int:
 class Component:
     """A component for `KVManager`: the layouts of all ranks of the group, and this rank's memory.
 
-    `layouts` are by group rank, with `None` for a rank that owns none of the component. `placement` is `None` if this rank
-    owns none. `topology` is that of this rank. While `joined` is false, the layouts are those of this rank's pipeline stage
-    only: `join_stages` gives the whole component.
+    `layouts` are by group rank, and `placement` is this rank's; `None` where a rank owns none. While `joined` is false, the
+    layouts are those of this rank's pipeline stage only: `join_stages` gives the whole component.
     """
 
     name: str
@@ -125,13 +121,11 @@ class Component:
 
 
 ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
-"""Axis orders of KV pages, by their usual names."""
+"""Of KV pages, by their usual names."""
 
 
 def parse_axes(axes: str, *, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """The axes in a declaration such as `"page token kv_head dim"`, or of a named order such as `"nhd"`. Raises
-    `ConfigError` for unknown or repeated names.
-    """
+    """Such as `"page token kv_head dim"`, or a named order. Raises `ConfigError` for unknown or repeated names."""
     if not isinstance(axes, str):
         raise ConfigError(f"{what}: expected axes as a str, found {axes!r}")
     names = tuple(ORDERS.get(axes.lower(), axes).split())
@@ -151,10 +145,9 @@ def tensor_placement(
     sizes: Mapping[str, int],
     what: str,
 ) -> tuple[TensorPlacement, int, tuple[MemoryRegion, ...]]:
-    """The placement of one role over its layers, the number of rows, and the memory to register.
-
-    `sizes`: the local size of every axis but the row axis. Raises `ConfigError`, with the layer, the axis and both values,
-    if a tensor differs from the declaration or from the first layer's.
+    """The placement of one role, the number of rows, and the memory to register. `sizes`: the local size of every axis but
+    the row axis. Raises `ConfigError`, with the layer, the axis and both values, if a tensor differs from the declaration or
+    from the first layer's.
     """
     first_layer, first = next(iter(tensors.items()))
     for layer, tensor in tensors.items():

@@ -25,7 +25,7 @@ class SpanClass:
     """Copies of one shape: one run of bytes for each pair of bases, each run of tokens, and each step of `dims`.
 
     `layers` are those of the bases: a layer may have several. The bases, uint64 `[layers]`, include the offsets of the box.
-    `dims` are `(count, source_stride, destination_stride)` in bytes, outermost first. A token run of `n` positions is one
+    `dims` are `(count, source_stride, destination_stride)` in bytes, outermost first. A run of `n` tokens' positions is one
     run of `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. With a `conversion`, `nbytes` are
     the destination's; the source has as many elements in its own dtype.
     """
@@ -70,7 +70,7 @@ class SpanClass:
 
 @dataclass(frozen=True, eq=False)
 class RowSpace:
-    """How one side of a component addresses its rows. `page_size` is in tokens; `tokens` is `None` for slots."""
+    """How one side of a component addresses its rows. `tokens` is `None` for slots."""
 
     page_size: int
     num_rows: int
@@ -87,23 +87,22 @@ def row_space(layout: ComponentLayout, placement: Placement) -> RowSpace:
 
 
 def owned_tokens(space: RowSpace, num_tokens: int) -> Intervals | Periodic:
-    """The tokens that a side owns of a request of `num_tokens`."""
     assert space.tokens is not None
     return space.tokens.within(num_tokens) if isinstance(space.tokens, Share) else space.tokens
 
 
 def count_tokens(space: RowSpace, token: int, num_tokens: int) -> int:
-    """How many tokens below `token` a side owns of a request of `num_tokens`."""
+    """Owned tokens below `token`, of a request of `num_tokens`."""
     return owned_tokens(space, num_tokens).count_below(token)
 
 
 def first_page(space: RowSpace, token: int, num_tokens: int) -> int:
-    """The index, among a side's pages of a request, of the page with its first owned token at or after `token`."""
+    """The index, among the request's pages, of the page with the first owned token at or after `token`."""
     return count_tokens(space, token, num_tokens) // space.page_size
 
 
 def edges(owned: Intervals | Periodic) -> tuple[Ints, int]:
-    """Where intervals start and stop, and their period (0: none), for the compiled core."""
+    """Where intervals start and stop, and their period (0: none)."""
     if isinstance(owned, Periodic):
         return np.array([owned.offset, owned.offset + owned.run]), owned.period
     return np.array(owned.parts, dtype=np.int64).reshape(-1), 0
@@ -111,8 +110,6 @@ def edges(owned: Intervals | Periodic) -> tuple[Ints, int]:
 
 @dataclass(frozen=True, eq=False)
 class ComponentPlan:
-    """What one source rank writes of one component to one destination rank."""
-
     name: str
     source: RowSpace
     destination: RowSpace
@@ -129,7 +126,7 @@ class ComponentPlan:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Ids of the layers that this pair moves, sorted."""
+        """Moved by this pair, sorted."""
         return tuple(sorted({int(layer) for span in self.spans for layer in span.layers}))
 
 
@@ -175,7 +172,7 @@ def _join_roles(spans: Iterable[SpanClass], source: RowSpace, destination: RowSp
 
 
 def _joined(one: SpanClass, other: SpanClass, source: RowSpace, destination: RowSpace) -> SpanClass | None:
-    """Two span classes as one with another dim, if that makes longer runs of bytes, be it of whole pages only."""
+    """One span class with another dim, if that makes longer runs of bytes, be it of whole pages only."""
     if one.conversion is not None or _shape(one) != _shape(other) or not np.array_equal(one.layers, other.layers):
         return None
     steps = [np.unique((b - a).view(np.int64)) for a, b in zip(_bases(one), _bases(other), strict=True)]
@@ -200,7 +197,6 @@ def _bases(span: SpanClass) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint
 def _span(
     flow: Flow, source: TensorLayout, destination: TensorLayout, source_place: Placement, destination_place: Placement
 ) -> SpanClass:
-    """The shape of one flow's copies in both memories."""
     ours, theirs = source_place.tensor(flow.role), destination_place.tensor(flow.role)
     box = {axis.name: part for axis, part in zip(destination.inner_axes, flow.box, strict=True)}
     conversion, by = _conversion(flow, source, destination, box)
@@ -226,14 +222,13 @@ def _span(
 def _in_each(
     boxes: Sequence[Mapping[str, Interval]], bases: Callable[[Mapping[str, Interval]], npt.NDArray[np.uint64]]
 ) -> npt.NDArray[np.uint64]:
-    """Layer after layer."""
     return np.stack([bases(box) for box in boxes], axis=1).reshape(-1)
 
 
 def _conversion(
     flow: Flow, source: TensorLayout, destination: TensorLayout, box: Mapping[str, Interval]
 ) -> tuple[Conversion | None, str | None]:
-    """How a flow's numbers are converted, and the axis whose positions have scales of their own."""
+    """The axis is the one whose positions have scales of their own."""
     if source.dtype == destination.dtype or source.numbers is None or destination.numbers is None:
         return None, None
     quantized = source if source.dtype in QUANTIZED else destination
@@ -249,9 +244,8 @@ def _fold(
     axes: Iterable[tuple[int, int, int]], nbytes: tuple[int, int]
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, int]]:
     """The dims and the run length in bytes, on either side, that cover `axes` in the longest runs of elements of `nbytes`.
-
-    `axes` and dims are `(count, source_stride, destination_stride)`. Innermost first, an axis joins the run if its strides
-    on both sides equal the run's length, or the dim that it continues on both sides.
+    Innermost first, an axis joins the run if its strides on both sides equal the run's length, or the dim that it continues
+    on both sides.
     """
     dims: list[tuple[int, int, int]] = []
     for count, ours, theirs in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: (axis[2], axis[1])):

@@ -20,10 +20,8 @@ Gather = Callable[[Any], Sequence[Any]]
 def group_layers(
     topology: Topology, own_layers: Sequence[int], layers_by_stage: Sequence[Sequence[int]] | None, *, what: str
 ) -> tuple[tuple[int, ...], ...]:
-    """The layer ids of every pipeline stage, in memory order.
-
-    Without `layers_by_stage` other stages have none. Raises `ConfigError` if it lists a layer twice, or contradicts this
-    rank's own layers.
+    """The layer ids of every pipeline stage, in memory order; without `layers_by_stage` other stages have none. Raises
+    `ConfigError` if it lists a layer twice, or contradicts this rank's own layers.
     """
     own = tuple(own_layers)
     if layers_by_stage is None:
@@ -46,8 +44,7 @@ def group_layers(
 
 
 def join_stages(describe: Callable[[], Sequence[Component]], *, topology: Topology, gather: Gather) -> list[Component]:
-    """The components of a whole pipeline, where each stage's rank describes its own layers only, without `layers_by_stage`.
-    Their order is the same on every rank.
+    """The components of a whole pipeline, where each stage describes its own layers only, in the same order on every rank.
 
     Every stage calls this, with or without layers, and takes part in `gather` once. Raises what `describe` raises, and
     `ConfigError` if it failed on another stage, or if two stages describe the same layer.
@@ -80,7 +77,7 @@ def _by_name(components: Sequence[Component]) -> dict[str, Component]:
 
 
 def _join(name: str, stages: Sequence[Mapping[str, Layouts]], topology: Topology) -> Layouts:
-    """The layouts of a component on all ranks; each stage gives those of its own."""
+    """Each stage gives the layouts of its own ranks."""
     absent: Layouts = (None,) * topology.group_size
     given = [stage.get(name, absent) for stage in stages]
     if any(len(layouts) != topology.group_size for layouts in given):

@@ -1,7 +1,6 @@
-"""Layouts: the positions of each tensor's axes that each rank of an instance owns, as immutable values.
-
-On each named global axis a rank owns a set of positions, stored in a known order. Re-sharding is `ownership.overlap`, axis
-by axis. Every kind of parallelism, replicas, fused sub-blocks and page sizes are only different ownerships.
+"""Layouts: the positions of each tensor's axes that each rank of an instance owns, as immutable values. Re-sharding is
+`ownership.overlap`, axis by axis: every kind of parallelism, replicas, fused sub-blocks and page sizes are only different
+ownerships.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ MAX_LAYERS = 2**14
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The positions of one axis that one rank owns.
 
-    `size`: the global number of positions; `None` for the token axis, which is as long as the request, and for the layer
-    axis, whose positions are layer ids. On a token axis `granule` tokens share one position (pooled keys), which exists once
-    all of them do.
+    `size` is global; `None` for the token axis, which is as long as the request, and for the layer axis, whose positions are
+    layer ids. On a token axis `granule` tokens share one position (pooled keys), which exists once all of them do.
     """
 
     name: str
@@ -59,8 +57,8 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one rank owns of one role (`k`, `v`, `conv`, ...) of a component, over all layers. With `numbers` a peer may hold
-    the same numbers in another dtype.
+    """What one rank owns of one role (`k`, `v`, `conv`, ...) of a component. With `numbers` a peer may hold it in another
+    dtype.
     """
 
     role: str
@@ -95,12 +93,12 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Ids in memory order."""
+        """In memory order."""
         return tuple(layer for part in self.axis(LAYER).owned.within(2**62).parts for layer in range(*part))
 
     @property
     def _scale_parts(self) -> tuple[Interval, ...]:
-        """The positions with scales of their own in each layer; a single one without an axis of scales."""
+        """The positions with scales of their own in each layer."""
         if self.numbers is None or self.numbers.axis is None:
             return (Interval(0, 1),)
         axis = self.axis(self.numbers.axis)
@@ -110,7 +108,7 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def scales(self) -> dict[tuple[int, int], float]:
-        """By layer and position of the axis of `numbers` (0 without one); empty without `numbers`."""
+        """By layer and position of the axis of `numbers` (0 without one)."""
         if self.numbers is None:
             return {}
         positions = [position for part in self._scale_parts for position in range(*part)]
@@ -158,7 +156,7 @@ class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fie
 
     @cached_property
     def tokens(self) -> Owned | None:
-        """In this rank's pages; `None` for slots."""
+        """`None` for slots."""
         return next((tensor.token.owned for tensor in self.tensors if tensor.token), None)
 
     def tensor(self, role: str) -> TensorLayout:
@@ -229,7 +227,6 @@ _DECODER = msgspec.msgpack.Decoder(LayoutTable)
 
 
 def layout_table(topology: Topology, per_component: Sequence[Sequence[ComponentLayout | None]]) -> LayoutTable:
-    """`per_component`: layouts by group rank."""
     sizes = TopologySizes(topology.dp, topology.pp, topology.cp, topology.tp, topology.ep)
     ranks = tuple(
         RankLayout(tuple(layouts[i] for layouts in per_component if layouts[i] is not None))  # type: ignore[misc]
@@ -239,10 +236,9 @@ def layout_table(topology: Topology, per_component: Sequence[Sequence[ComponentL
 
 
 def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...]:
-    """The names of the components that both sides have, sorted.
-
-    Raises `LayoutError` if one side lacks a component that is not optional, or if rows, roles, axis names, global sizes,
-    granules or layers of a common one differ. Dtypes may differ only if there is a conversion between both sides' `numbers`.
+    """The names of the components that both sides have, sorted. Raises `LayoutError` if one side lacks a component that is
+    not optional, or if rows, roles, axis names, global sizes, granules or layers of a common one differ. Dtypes may differ
+    only if both sides' `numbers` can be converted.
     """
     names = sorted(local.components.keys() | remote.components.keys())
     agreed = []
@@ -264,7 +260,7 @@ def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...
 
 
 def converted(source: LayoutTable, destination: LayoutTable, component: str) -> tuple[str, ...]:
-    """The roles of a component that are converted. Raises `LayoutError` if one would have to be and there is no rule."""
+    """Roles that are converted. Raises `LayoutError` if one would have to be and there is no rule."""
     ours, theirs = _numbers(source, component), _numbers(destination, component)
     found = []
     for role, held in ours.items():
@@ -296,9 +292,7 @@ def _numbers(table: LayoutTable, name: str) -> dict[str, Held]:
 
 
 def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
-    """What both sides must agree on, by field; `None` if no rank has the component. Raises `LayoutError` if the table's
-    ranks disagree.
-    """
+    """What both sides must agree on, by field. Raises `LayoutError` if the table's ranks disagree."""
     facts: dict[str, object] = {}
     layers: dict[str, set[int]] = {}
     for component in table.components.get(name, ()):

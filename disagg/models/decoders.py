@@ -25,8 +25,8 @@ MULTIMODAL = frozenset({
     "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2",
     "smolvlm", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral", "voxtral_realtime",
 })  # fmt: skip
-"""Models whose decoder is described by their `text_config`. Their other parts make embeddings and keep no state.
-`qwen2_5_omni` and `qwen3_omni_moe` are described by their thinker, which has the `text_config`.
+"""Models whose decoder is described by their `text_config`; other parts make embeddings and keep no state. `qwen2_5_omni`
+and `qwen3_omni_moe` are described by their thinker, which has the `text_config`.
 """
 
 _WITHOUT_STATE: Mapping[str, Mapping[str, None]] = {
@@ -34,7 +34,7 @@ _WITHOUT_STATE: Mapping[str, Mapping[str, None]] = {
     "granite_speech_plus": {"window_size": None},
     "paligemma": {"use_bidirectional_attention": None},
 }
-"""Fields that add no state: those of other parts, and a prompt whose tokens attend to each other."""
+"""Fields of other parts, and of a prompt whose tokens attend to each other."""
 
 _ENCODER = "an encoder, which attends both ways and keeps no KV between steps"
 _CROSS = "its decoder attends to an encoder's states, which are not described"
@@ -78,7 +78,7 @@ REFUSED: Mapping[str, str] = {
     "hrm_text": "its layers run several times per token, each with a KV of its own",
     "modernbert-decoder": "its file gives windows in a unit of its own",
 }  # fmt: skip
-"""Model types of transformers, and why they are refused."""
+"""With the reason."""
 
 
 def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collection[str]) -> Fields:
@@ -108,7 +108,7 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collectio
 
 
 def _nested(config: Mapping[str, Any], text: object, name: str) -> Mapping[str, Any]:
-    """A `text_config`, with the values that the whole model gives for it."""
+    """With the values that the whole model gives for its `text_config`."""
     if not isinstance(text, Mapping):
         raise ConfigError(f"model {name!r}, text_config: expected an object, found {reprlib.repr(text)}")
     shared = ("dtype", "torch_dtype", "quantization_config")
@@ -119,7 +119,6 @@ def _nested(config: Mapping[str, Any], text: object, name: str) -> Mapping[str, 
 
 
 def _unknown(name: str, kind: object, known: list[str]) -> ConfigError:
-    """Why a model type is refused, or similar types."""
     found = f"model {name!r}: model_type {reprlib.repr(kind)} is not supported"
     reason = REFUSED.get(kind) if isinstance(kind, str) else None
     if reason is not None:

@@ -61,7 +61,7 @@ def from_config(
 
 
 def _kinds(fields: Fields, family: Family, listed: Sequence[str] | None, num_layers: int) -> Sequence[str]:
-    """As listed, else by the family's rule. Raises `ConfigError` for a kind the family lacks."""
+    """Raises `ConfigError` for a kind that the family lacks."""
     kinds = family.rule(fields, num_layers) if listed is None or not family.list_wins else listed
     if listed is not None and family.list_wins:
         fields.kinds_are_settled()
@@ -83,7 +83,6 @@ def _num_draft_steps(fields: Fields) -> int:
 
 
 def _draft_kinds(fields: Fields, family: Family, num_steps: int) -> Sequence[str]:
-    """In order of their ids."""
     if num_steps == 0 or not family.draft:
         raise ConfigError(f"model {fields.model!r}: draft layers were requested, but the config describes none")
     listed = fields.items("mtp_layers_block_type", of=str)
@@ -104,7 +103,7 @@ def _states(
     own_sizes: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> list[State]:
     """One state per maker of the family, over the layers that have it. Layer ids count from `first`. Layers with values in
-    `own_sizes` have a state of their own, with a number after its name.
+    `own_sizes` have a state of their own.
     """
     makers = dict.fromkeys(maker for kind in family.states for maker in family.states[kind])
     states = []

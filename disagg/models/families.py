@@ -1,5 +1,5 @@
-"""Model families by `model_type`: which kinds of layers each has, and which state a layer of a kind leaves. Defaults and
-names are those of transformers 5.23 (`configuration_*.py`).
+"""Model families by `model_type`: the kinds of their layers, and the state that each kind leaves. Defaults and names are
+those of transformers 5.23 (`configuration_*.py`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from disagg.models.kinds import (
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How to read the config of one family of models.
+    """How to read the config of one family.
 
-    `states`: the makers of each kind's state. `rule` gives the kinds if a file lists none; with `list_wins=False` it always
-    applies and a list must agree. `sharing` finds layers that read another layer's state, `own_sizes` those whose sizes
-    differ. `draft`: the kinds of one step of multi-token prediction. `names`: the family's own names of fields. `defaults`:
-    values of fields that published files leave out. A block has `layers_per_block` layers.
+    `states`: makers, by kind. `rule` gives the kinds if a file lists none; with `list_wins=False` it always applies and a
+    list must agree. `sharing` finds layers that read another layer's state, `own_sizes` those whose sizes differ. `draft`:
+    the kinds of one step of multi-token prediction. `names`: the family's own names of fields. `defaults`: of fields that
+    published files leave out.
     """
 
     states: Mapping[str, tuple[make.StateMaker, ...]]
@@ -252,4 +252,3 @@ FAMILIES: Mapping[str, Family] = {
     "minimax": Family(states={FULL: (_KV_BY_HIDDEN,), LINEAR: (make.lightning,)}, rule=rules.alternating(FULL, LINEAR)),
     **_each(_M3, "minimax_m3_vl_text", "minimax_m3_vl"),
 }  # fmt: skip
-"""By `model_type`."""

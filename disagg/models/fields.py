@@ -21,7 +21,7 @@ _PATTERN_FIELDS = (
     "sliding_window", "sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers", "attention_chunk_size",
     "hybrid_layer_pattern", "layer_group_size", "attn_layer_period", "attn_layer_indices",
 )  # fmt: skip
-"""They say which layers are of which kind, and how large a window is."""
+"""Which layers are of which kind, and how large a window is."""
 
 
 class Fields:
@@ -47,15 +47,15 @@ class Fields:
         self._sections: dict[str, Fields] = {} if sections is None else sections
 
     def of_family(self, *, names: Mapping[str, str], defaults: Mapping[str, Any]) -> Fields:
-        """The same fields with a family's own `names` for some, and values for those that the file leaves out. A file may
-        also use the common name of a field. A null in the file stays null.
+        """A family's own `names` for some fields, and values for those that the file leaves out. A file may also use the
+        common name of a field. A null in the file stays null.
         """
         used = {key: own for key, own in names.items() if own in self._values or key not in self._values}
         values = {**{used.get(key, key): value for key, value in defaults.items()}, **self._values}
         return Fields(self.model, values, model_type=self.model_type, prefix=self._prefix, names=used)
 
     def with_values(self, values: Mapping[str, Any]) -> Fields:
-        """The same fields with other `values` for some. Reading one here marks it as read in the original, too."""
+        """Other `values` for some fields. Reading one here marks it as read in the original, too."""
         if not values:
             return self
         merged = {**self._values, **{self._name(key): value for key, value in values.items()}}
@@ -70,35 +70,33 @@ class Fields:
         )
 
     def _name(self, key: str) -> str:
-        """In the family's files."""
         return self._names.get(key, key)
 
     def has(self, key: str) -> bool:
-        """Also if it is null."""
+        """Also true for null."""
         return self._name(key) in self._values
 
     def values(self) -> Mapping[str, Any]:
-        """Under the names that the file has; they do not count as read."""
+        """Names are those of the file. Nothing counts as read."""
         return self._values
 
     def error(self, key: str, expected: str, found: object) -> ConfigError:
-        """Names the model and the field."""
         return ConfigError(
             f"model {self.model!r}, {self._prefix}{self._name(key)}: expected {expected}, found {reprlib.repr(found)}"
         )
 
     def raw(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is set."""
+        """The first of `keys` that is set."""
         names = [self._name(key) for key in keys]
         self._read.update(names)
         return next((self._values[name] for name in names if self._values.get(name) is not None), None)
 
     def name_of(self, *keys: str) -> str:
-        """The first of `keys` that is set, or all of them, for error messages."""
+        """The first of `keys` that is set, or all of them."""
         return next((key for key in keys if self._values.get(self._name(key)) is not None), " or ".join(keys))
 
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
-        """The integer under the first of `keys` that is set, from `least` to `most`."""
+        """An integer from `least` to `most`."""
         value = self.raw(*keys)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -112,7 +110,7 @@ class Fields:
         return default if value is None else value
 
     def items(self, *keys: str, of: type) -> list[Any] | None:
-        """The list of strings or integers under the first of `keys` that is set."""
+        """A list of strings or integers."""
         value = self.raw(*keys)
         if value is None:
             return None
@@ -121,7 +119,7 @@ class Fields:
         return list(value)
 
     def section(self, key: str) -> Fields:
-        """A nested object; empty if it is not set."""
+        """Empty if it is not set."""
         value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.error(key, "an object", value)
@@ -161,7 +159,7 @@ def _known_dtype(dtype: str, what: str) -> str:
 
 
 def _kv_quantization(values: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
-    """The path and value of the first field that says how KV is quantized; each quantizer has its own names."""
+    """The first field that says how KV is quantized; each quantizer has its own names."""
     for key, value in values.items():
         if "kv_cache" in str(key) and value and not isinstance(value, bool) and str(value).lower() != "none":
             return f"{path}.{key}", value
@@ -172,7 +170,7 @@ def _kv_quantization(values: Mapping[str, Any], path: str) -> tuple[str, Any] | 
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Element types of a model's state. `ssm` is `None` where each kind's own default applies."""
+    """`ssm` is `None` where each kind's own default applies."""
 
     weights: str
     kv: str

@@ -22,11 +22,10 @@ _OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": I
 _NEMOTRON_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 
 LayerRule = Callable[[Fields, int], Sequence[str]]
-"""The kind of each layer, from a config's fields and the number of layers."""
 Sharing = Callable[[Fields, Sequence[str]], Sequence[str]]
 """Replaces kinds by `REUSED` and the like where layers read another's state."""
 ListReader = Callable[[Fields], list[str] | None]
-"""The kinds that a file lists; `None` if it lists none."""
+"""`None` if a file lists no kinds."""
 
 
 def current_names(kinds: Iterable[str]) -> list[str]:
@@ -39,12 +38,11 @@ def listed(fields: Fields) -> list[str] | None:
 
 
 def listed_or_letters(fields: Fields) -> list[str] | None:
-    """Nemotron-H: may have letters instead."""
     return listed(fields) or letters(fields, "hybrid_override_pattern")
 
 
 def letters(fields: Fields, key: str) -> list[str] | None:
-    """Nemotron-H: a string of one letter per layer."""
+    """Nemotron-H: one letter per layer."""
     pattern = fields.raw(key)
     if pattern is None:
         return None
@@ -78,7 +76,6 @@ def full_every_nth(other: str, *, default: int, key: str | None = None) -> Layer
 
 
 def by_position(full: Callable[[int, int], bool], other: str = SLIDING) -> LayerRule:
-    """Full attention in the layers `i` of `n` for which `full(i, n)` holds."""
     return lambda _, num_layers: [FULL if full(layer, num_layers) else other for layer in range(num_layers)]
 
 
@@ -89,7 +86,7 @@ def gpt_neo(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def exaone(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Exaone 4: full attention in every `sliding_window_pattern`-th layer; in all layers if `sliding_window` is null."""
+    """Exaone 4: full attention in every `sliding_window_pattern`-th layer; in all if `sliding_window` is null."""
     if fields.has("sliding_window") and fields.raw("sliding_window") is None:
         fields.kinds_are_settled()
         return [FULL] * num_layers
@@ -97,13 +94,13 @@ def exaone(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def window_if_set(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Mixtral, Phi-3: all layers have the window if `sliding_window` is set."""
+    """Mixtral, Phi-3: windows in all layers."""
     return [FULL if fields.raw("sliding_window") is None else SLIDING] * num_layers
 
 
 def mistral(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Mistral: all layers have the window, or none has. The field must be present: transformers takes a file without it for
-    a window of 4096, other readers for no window.
+    """Mistral: all layers have the window, or none has. Transformers takes a file without the field for a window of 4096,
+    other readers for no window, so it must be present.
     """
     if not fields.has("sliding_window"):
         raise fields.error("sliding_window", "a number of tokens, or null", None)
@@ -111,7 +108,7 @@ def mistral(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def upper_windows(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Qwen2, Qwen3: with `use_sliding_window`, the layers from `max_window_layers` on have the window."""
+    """Qwen2, Qwen3: windows in the layers from `max_window_layers` on."""
     if not _windows_used(fields):
         return [FULL] * num_layers
     first = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
@@ -119,14 +116,14 @@ def upper_windows(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def windows_from(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Dots 1: the layers from `max_window_layers` on have the window, if `sliding_window` is set."""
+    """Dots 1: the same, if `sliding_window` is set."""
     first = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
     windowed = fields.raw("sliding_window") is not None
     return [SLIDING if windowed and layer >= first else FULL for layer in range(num_layers)]
 
 
 def lower_windows(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Qwen2-MoE: with `use_sliding_window`, every other layer below `max_window_layers` has the window."""
+    """Qwen2-MoE: windows in every other layer below `max_window_layers`."""
     if not _windows_used(fields):
         return [FULL] * num_layers
     end = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
@@ -134,12 +131,12 @@ def lower_windows(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def listed_if_windows(fields: Fields, num_layers: int) -> Sequence[str]:
-    """SmolLM3: with `use_sliding_window`, the file must list the kinds."""
+    """SmolLM3: the file must list the kinds if windows are used."""
     return must_be_listed(fields, num_layers) if _windows_used(fields) else [FULL] * num_layers
 
 
 def all_windows_or_none(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Qwen3-MoE: with `use_sliding_window`, every layer has the window."""
+    """Qwen3-MoE."""
     return [SLIDING if _windows_used(fields) else FULL] * num_layers
 
 
@@ -160,7 +157,7 @@ def kimi(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def bamba(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Bamba: the layers with attention, by index."""
+    """Bamba: layers with attention, by index."""
     chosen = fields.items("attn_layer_indices", of=int) or []
     if any(not 0 <= layer < num_layers for layer in chosen):
         raise fields.error("attn_layer_indices", f"layers 0 to {num_layers - 1}", chosen)
@@ -225,9 +222,7 @@ def minimax_m3(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def deepseek_v4(fields: Fields, num_layers: int) -> Sequence[str]:
-    """DeepSeek-V4: by each layer's compression ratio, else in transformers' default order. Files list the ratios of draft
-    layers too.
-    """
+    """DeepSeek-V4: by compression ratio, else in transformers' default order. Files list the ratios of draft layers too."""
     ratios = fields.items("compress_ratios", of=int)
     if ratios is None:
         inner = [COMPRESSED if layer % 2 else HEAVILY_COMPRESSED for layer in range(max(num_layers - 2, 0))]

@@ -95,7 +95,6 @@ _WORDS: Mapping[str, str] = {
     **dict.fromkeys(("linear", "deltanet", "kda", "gdn", "gla"), "linear attention"),
     **dict.fromkeys(("mamba", "mamba2", "ssm", "rwkv", "recurrent", "lru", "memory", "ttt"), "a recurrent state"),
 }
-"""Words in the names of fields."""
 
 _PAIRS: tuple[tuple[frozenset[str], frozenset[str], str], ...] = (
     (frozenset({"cross"}), frozenset({"layer", "layers", "attn", "attention"}), "cross-attention, or KV that layers share"),
@@ -117,10 +116,10 @@ _NO_STATE = frozenset({
 
 
 def unread_state(values: Mapping[str, Any], read: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The fields in `values` that are set, mean state and are not in `read`, with their meanings.
+    """Fields that are set, mean state and are not in `read`, with their meanings.
 
-    An unknown name means state if it has a word of `_WORDS` that no field has that was read: a family that reads
-    `mamba_d_state` knows what its other Mamba fields are for.
+    An unknown name means state if it has a word of `_WORDS` that no read field has: a family that reads `mamba_d_state`
+    knows what its other Mamba fields are for.
     """
     known = frozenset(read)
     words = frozenset(word for key in known & values.keys() for word in key.split("_"))
@@ -133,7 +132,6 @@ def unread_state(values: Mapping[str, Any], read: Iterable[str]) -> Iterator[tup
 
 
 def _meaning(words: frozenset[str], known: frozenset[str]) -> str | None:
-    """`None` if an unknown name with these words has nothing to do with state."""
     if words & _OTHER_WORDS:
         return None
     pairs = (meaning for one, other, meaning in _PAIRS if words & one and words & other and not known & one)

@@ -26,10 +26,8 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
-    """The sizes of a rank's pools and the order of their axes.
-
-    `page_size` is in tokens. `num_slots` counts rings too: a request has one of either. `rows` overrides the number of rows
-    of single components. `order` is the axis order of KV: `nhd` or `hnd`. `layer_counts`: layers per pipeline stage.
+    """`page_size` is in tokens. `num_slots` counts rings too: a request has one of either. `rows` overrides the number of
+    rows of single components. `order` is the axis order of KV: `nhd` or `hnd`. `layer_counts`: layers per pipeline stage.
     `tokens`: which tokens each rank owns.
     """
 
@@ -54,7 +52,6 @@ class PoolShape:
             raise ConfigError(f"pool layout: expected one of {', '.join(ORDERS)}, found {self.order!r}")
 
     def num_rows(self, state: State) -> int:
-        """Pages, slots or rings of a state's pool."""
         per_request = state.rows == "slot" or state.ring is not None
         return self.rows.get(state.name, self.num_slots if per_request else self.num_pages)
 
@@ -65,7 +62,7 @@ class PoolShape:
 
 @dataclass(frozen=True)
 class PoolUse:
-    """Memory of one component on this rank, for `num_layers` of the model's `total_layers` with such state."""
+    """Memory of one component, for `num_layers` of the model's `total_layers` with such state."""
 
     component: str
     num_layers: int
@@ -75,7 +72,7 @@ class PoolUse:
 
     @property
     def saved_nbytes(self) -> int:
-        """By not allocating the other stages' layers."""
+        """Bytes of the other stages' layers."""
         return (self.total_layers - self.num_layers) * self.nbytes_per_layer
 
     def __str__(self) -> str:
@@ -85,8 +82,8 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class StagePools:
-    """One rank's memory: an arena, its tensors by component, layer and role, and the components for a manager, whose memory
-    begins at `address`: the arena's, unless `allocate` got another place.
+    """An arena, its tensors by component, layer and role, and the components for a manager, whose memory begins at
+    `address`: the arena's, unless `allocate` got another place.
     """
 
     arena: Bytes
@@ -101,20 +98,19 @@ class StagePools:
         return sum(use.saved_nbytes for use in self.use)
 
     def owns_weight(self, name: str) -> bool:
-        """See `Stage.owns_weight`."""
         return self.stage.owns_weight(name)
 
 
 @dataclass(frozen=True)
 class LayerCut:
-    """One layer's memory of one state: each role's `(offset, row_stride, shape)` in bytes, for all rows of the pool."""
+    """One layer's memory of one state: each role's `(offset, row_stride, shape)` in bytes."""
 
     nbytes: int
     roles: Mapping[str, tuple[int, int, tuple[int, ...]]]
 
 
 def _cut(state: State, topology: Topology, shape: PoolShape) -> LayerCut:
-    """How one layer of a state divides among its roles: inside every row if the state is packed, else role after role."""
+    """The roles of a packed state share every row; otherwise role follows role."""
     num_rows, page_size = shape.num_rows(state), state.page_tokens(shape.page_size)
     dims = {}
     for role in state.roles:
@@ -139,7 +135,7 @@ def _strides(row_stride: int, dims: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class PoolLayout:
-    """Where the state of one rank's stage lies, relative to the start of its memory: `offsets` by component and layer."""
+    """Where the state of one rank's stage lies: `offsets` by component and layer, from the start of its memory."""
 
     model: ModelSpec
     topology: Topology
@@ -188,9 +184,7 @@ def _tensor(address: int, cut: tuple[int, int, tuple[int, ...]], dtype: str, dev
 def lay_out(
     model: ModelSpec, topology: Topology, shape: PoolShape, *, start_layer: int | None = None, end_layer: int | None = None
 ) -> PoolLayout:
-    """Where everything that this rank's stage owns lies. Raises `ConfigError` for a shape that names a component the model
-    does not have.
-    """
+    """Allocates nothing. Raises `ConfigError` for a shape that names a component the model does not have."""
     unknown = sorted(set(shape.rows) - {state.name for state in model.states})
     if unknown:
         names = ", ".join(state.name for state in model.states)
@@ -217,8 +211,8 @@ def allocate(
     """Allocate zeroed, page-aligned memory in one piece for everything that this rank's stage owns.
 
     Tensors are arrays of bytes in their declared shape, the last axis in bytes. Pages of memory that are never touched cost
-    nothing. `place` may return the address and device of other memory with the same layout, which the components then use.
-    Raises `ConfigError` as `lay_out` does, or beyond the address space.
+    nothing. `place` may return the address and device of other memory with the same layout, for the components. Raises
+    `ConfigError` as `lay_out` does, or beyond the address space.
     """
     layout = lay_out(model, topology, shape, start_layer=start_layer, end_layer=end_layer)
     arena = _arena(layout.nbytes)

@@ -18,7 +18,7 @@ from disagg.models.spec import ModelSpec, first_layers
 
 
 class _Presets(Mapping[str, ModelSpec]):
-    """Each preset is made when it is first looked up."""
+    """Each is made when it is first looked up."""
 
     def __getitem__(self, name: str) -> ModelSpec:
         return _preset(name)
@@ -48,7 +48,7 @@ def load_model(
     ssm_dtype: str | None = None,
     draft_layers: bool = False,
 ) -> ModelSpec:
-    """The model of that name: a preset, a path, a model in the local cache, or a shape.
+    """A model by name: a preset, a path, a model in the local cache, or a shape.
 
     A path is that of a `config.json` or of a folder with one. `Qwen/Qwen3-8B` is looked up in the cache that Hugging Face's
     tools fill (`HF_HUB_CACHE`, `HF_HOME`); nothing is downloaded. A shape is `32x8x128`: layers, KV heads of the whole model
@@ -74,7 +74,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def _find(name: str) -> tuple[Any, str]:
-    """The config of a model, and a short name for it."""
+    """With a short name."""
     if name in PUBLISHED:
         return PUBLISHED[name], name
     shape = _SHAPE.fullmatch(name)
@@ -95,7 +95,6 @@ def _find(name: str) -> tuple[Any, str]:
 
 
 def _path(path: Path) -> Path | None:
-    """The file at `path`, or the `config.json` in that folder."""
     path = path / "config.json" if path.is_dir() else path
     return path if path.is_file() else None
 
@@ -108,7 +107,7 @@ def _cache() -> Path:
 
 
 def _in_cache(hub_id: str) -> Path | None:
-    """The `config.json` of a cached model, at its main revision if that is cached."""
+    """At the main revision if that is cached."""
     folder = _cache() / f"models--{hub_id.replace('/', '--')}"
     main = folder / "refs" / "main"
     revisions = [folder / "snapshots" / main.read_text(encoding="utf-8").strip()] if main.is_file() else []
@@ -117,7 +116,6 @@ def _in_cache(hub_id: str) -> Path | None:
 
 
 def _unknown(name: str) -> ConfigError:
-    """Names similar models, or all presets."""
     cached = [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in _cache().glob("models--*--*")]
     lowered = {known.lower(): known for known in (*PUBLISHED, *cached)}
     similar = [lowered[match] for match in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)]

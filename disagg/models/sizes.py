@@ -9,7 +9,6 @@ from disagg.models.fields import Fields
 from disagg.models.kinds import FULL
 
 OwnSizes = Mapping[int, Mapping[str, Any]]
-"""Values of fields by layer."""
 
 
 def none(_: Fields, __: Sequence[str]) -> OwnSizes:

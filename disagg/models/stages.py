@@ -13,10 +13,8 @@ from disagg.models.spec import ModelSpec
 
 
 def split_layers(num_layers: int, num_stages: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """The layer ids of every pipeline stage.
-
-    `counts` gives layers per stage. By default shares are even, and the last stages have one layer more if layers remain.
-    Raises `ConfigError` unless there are `num_stages` counts that add up to `num_layers`.
+    """The layer ids of every pipeline stage. By default shares are even, and the last stages have one layer more if layers
+    remain. Raises `ConfigError` unless there are `num_stages` `counts` that add up to `num_layers`.
     """
     if counts is None:
         base, rest = divmod(num_layers, num_stages)
@@ -28,7 +26,7 @@ def split_layers(num_layers: int, num_stages: int, counts: Sequence[int] | None 
 
 
 _PREFIXES = ("model", "language_model", "text_model", "backbone", "transformer")
-"""Prefixes of a decoder's weights in checkpoints. Weights under others, such as a vision tower's, have no stage."""
+"""Weights under other prefixes, such as a vision tower's, have no stage."""
 _FIRST = ("embed_tokens", "embeddings", "embedding", "embed", "word_embeddings", "wte")
 _LAST = ("norm", "norm_f", "final_layernorm", "ln_f", "lm_head", "head", "mtp")
 
@@ -63,9 +61,8 @@ class Stage:
     def owns_weight(self, name: str) -> bool:
         """Whether the stage needs a checkpoint's weight.
 
-        Weights of a layer (`model.layers.3.mlp.experts.7.up_proj.weight`) belong to its stage. Embeddings belong to the
-        first stage. The final norm, the head and draft layers belong to the last, and so do embeddings that are tied to the
-        head. Every stage needs weights with any other name.
+        Weights of a layer belong to its stage, embeddings to the first stage. The final norm, the head and draft layers
+        belong to the last, and so do embeddings that are tied to the head. Every stage needs weights with any other name.
         """
         parts = name.split(".")
         while parts and parts[0] in _PREFIXES:
@@ -86,10 +83,8 @@ def stage_of(
     start_layer: int | None = None,
     end_layer: int | None = None,
 ) -> Stage:
-    """This rank's stage, by `layer_counts` unless the server gives its first and last layer.
-
-    Without pipeline parallelism `start_layer` and `end_layer` may be any range. With it every rank's layers must be known,
-    so this raises `ConfigError` if they differ from the split.
+    """By `layer_counts`, unless the server gives its first and last layer. Without pipeline parallelism these may be any
+    range. With it every rank's layers must be known, so this raises `ConfigError` if they differ from the split.
     """
     layers = split_layers(model.num_layers, topology.pp, layer_counts)
     counted = np.cumsum([0, *map(len, layers)]).tolist()

@@ -1,7 +1,5 @@
-"""The state that a layer of each kind leaves: functions from a config's fields to a `State`.
-
-Field names are those of transformers 5.23 (`configuration_*.py`). A field that its class gives no rule for must be in the
-file.
+"""The state that a layer of each kind leaves, from a config's fields. Field names are those of transformers 5.23
+(`configuration_*.py`). A field that its class gives no rule for must be in the file.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from disagg.state.paged import gqa_roles, mla_roles
 from disagg.state.sparse import compressed_roles, index_roles
 
 StateMaker = Callable[[Fields, tuple[int, ...], Dtypes], State]
-"""One kind of state, over the layers that have it."""
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
@@ -26,12 +23,12 @@ SizeRule = Callable[[Fields], int]
 
 
 def kv_heads(fields: Fields) -> int:
-    """Of the whole model; the file must give them."""
+    """The file must give the number."""
     return _divisor(fields, fields.size("num_key_value_heads"))
 
 
 def kv_heads_or_all(fields: Fields) -> int:
-    """Of the whole model, by default `num_attention_heads`."""
+    """By default `num_attention_heads`."""
     return _divisor(fields, fields.size("num_key_value_heads", default=fields.size("num_attention_heads")))
 
 
@@ -114,10 +111,7 @@ def chunk(fields: Fields) -> int:
 def attention(
     *, heads: SizeRule = kv_heads, dim: SizeRule = head_dim, v_dim: SizeRule | None = None, window: SizeRule | None = None
 ) -> StateMaker:
-    """K and V by head. With `window` decode needs the last `window - 1` tokens: the next one attends to itself too.
-
-    The rules read the KV heads, the elements per head, and those of V if they differ.
-    """
+    """K and V by head. With `window` decode needs the last `window - 1` tokens: the next one attends to itself too."""
 
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
         num_heads, k_dim = heads(fields), dim(fields)
@@ -138,12 +132,11 @@ def attention(
 def kv_or_window(
     heads: SizeRule = kv_heads, dim: SizeRule = head_dim, window: SizeRule = _window
 ) -> Mapping[str, tuple[StateMaker, ...]]:
-    """Full attention and windows with the same heads."""
     return {FULL: (attention(heads=heads, dim=dim),), SLIDING: (attention(heads=heads, dim=dim, window=window),)}
 
 
 def _latent_roles(dim: int, rope: int, dtypes: Dtypes) -> tuple[Role, ...]:
-    """A latent of `dim` elements and a rotated part of `rope` per token: one tensor, or two if blocks have scales."""
+    """`dim` elements and a rotated part of `rope` per token: one tensor, or two if blocks have scales."""
     if dtypes.scale_block is None:
         return mla_roles(dim + rope, dtype=dtypes.kv)
     rotated = replace(mla_roles(rope, dtype=dtypes.weights)[0], name="rope")
@@ -151,7 +144,7 @@ def _latent_roles(dim: int, rope: int, dtypes: Dtypes) -> tuple[Role, ...]:
 
 
 def mla(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """The latents of multi-head latent attention. Heads are computed from them, so `v_head_dim` adds no state."""
+    """Heads are computed from the latents, so `v_head_dim` adds no state."""
     fields.raw("v_head_dim")
     if not fields.flag("use_mla", default=True):
         raise fields.error("use_mla", "true", False)
@@ -168,7 +161,7 @@ def index(fields: Fields, layers: tuple[int, ...], _: Dtypes, *, ratio: int = 1)
 
 
 def m3_index(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """MiniMax-M3's index keys: one vector per token in the weights' dtype, and no index values."""
+    """MiniMax-M3: one index key per token in the weights' dtype, and no index values."""
     sparse = fields.section("sparse_attention_config")
     dim = sparse.size("sparse_index_dim", default=fields.raw("index_head_dim"))
     without_values = sparse.items("sparse_disable_index_value", of=int)
@@ -187,7 +180,6 @@ def _recurrent(layers: tuple[int, ...], roles: tuple[Role, ...]) -> State:
 
 
 def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """Gated delta net."""
     key_heads, value_heads = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
     if value_heads % key_heads:
         raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads={key_heads}", value_heads)
@@ -203,7 +195,6 @@ def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 
 def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """Kimi delta attention."""
     linear = fields.section("linear_attn_config")
     linear.raw("kda_layers", "full_attn_layers")  # the kinds of layers are known here
     fields.raw("kda_lower_bound")  # a limit of the decay
@@ -221,8 +212,6 @@ def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 
 def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
-    """`head_dim` takes the fields and the number of heads."""
-
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
         heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
         if heads % groups:
@@ -241,7 +230,7 @@ def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
 
 
 def mamba_head_dim(fields: Fields, heads: int) -> int:
-    """Elements per head, which must fill the inner size."""
+    """Heads must fill the inner size."""
     inner = _inner_size(fields)
     in_file = fields.raw("mamba_d_head")
     dim = inner // heads if in_file in (None, "auto") else fields.size("mamba_d_head")
@@ -251,7 +240,7 @@ def mamba_head_dim(fields: Fields, heads: int) -> int:
 
 
 def _inner_size(fields: Fields) -> int:
-    """Channels of a Mamba layer: `mamba_d_ssm`, by default `mamba_expand` hidden sizes."""
+    """By default `mamba_expand` hidden sizes."""
     if fields.raw("mamba_d_ssm") is not None:
         return fields.size("mamba_d_ssm")
     return fields.size("mamba_expand") * fields.size("hidden_size")
@@ -268,14 +257,14 @@ def mamba1(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 
 def lightning(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """By default in the weights' dtype."""
+    """In the weights' dtype by default."""
     heads, dim = fields.size("num_attention_heads"), head_dim_or_hidden(fields)
     roles = lightning_roles(num_heads=heads, key_head_dim=dim, value_head_dim=dim, dtype=dtypes.ssm or dtypes.weights)
     return _recurrent(layers, roles)
 
 
 def short_convolution(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """LFM2: a convolution over the hidden size, without a temporal state."""
+    """LFM2: over the hidden size, without a temporal state."""
     roles = convolution_roles(
         channels=fields.size("hidden_size"), kernel=fields.size("conv_L_cache", least=2), dtype=dtypes.weights
     )
@@ -300,7 +289,7 @@ def _v4_roles(fields: Fields, dtypes: Dtypes, *, ratio: int = 1) -> tuple[Role, 
 
 
 def _v4_ratio(fields: Fields, kind: str) -> int:
-    """Tokens per compressed entry."""
+    """In tokens per compressed entry."""
     rates = fields.section("compress_rates")
     old_key, default = {COMPRESSED: ("compress_rate_csa", 4), HEAVILY_COMPRESSED: ("compress_rate_hca", 128)}[kind]
     if fields.raw(old_key) is None:

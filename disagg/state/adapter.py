@@ -1,7 +1,5 @@
-"""LoRA adapters of mixture-of-experts layers, and expert tensors, under expert and tensor parallelism.
-
-Experts are split over `ep_rank` and the intermediate dimension over `moe_tp_rank`; over `tp_rank` it would reach beyond the
-tensor with `1 < ep < tp`. An adapter has one slot in each tensor.
+"""LoRA adapters of mixture-of-experts layers, with one slot in each tensor. Experts are split over `ep_rank` and the
+intermediate dimension over `moe_tp_rank`; over `tp_rank` it would reach beyond the tensor with `1 < ep < tp`.
 """
 
 from __future__ import annotations
@@ -41,10 +39,9 @@ def moe_lora(
     dtype: str | None = None,
     layers_by_stage: Sequence[Sequence[int]] | None = None,
 ) -> list[Component]:
-    """LoRA matrices of expert modules: `modules` maps a role such as `"w13_a"` to its tensors by layer.
-
-    `axes[role]` names the axes in memory order, from `slot`, `expert`, `intermediate` and any others; `sizes[role]` gives
-    their global sizes. Layers may lack a module, so each role is a component of its own, `name.role`.
+    """LoRA matrices of expert modules: `modules` maps a role such as `"w13_a"` to its tensors by layer. `axes[role]` names
+    the axes in memory order, from `slot`, `expert`, `intermediate` and any others; `sizes[role]` gives their global sizes.
+    Layers may lack a module, so each role is a component of its own, `name.role`.
     """
     components = []
     for role, tensors in modules.items():
@@ -66,11 +63,9 @@ def _inner(axis: str, size: int, num_experts: int) -> Inner:
 def load_into_slot(
     pools: Mapping[str, Mapping[int, Any]], adapter: Mapping[str, Mapping[int, Any]], *, slot: int
 ) -> tuple[str, ...]:
-    """Write an adapter's matrices into `slot` of each pool tensor (`[slot, ...]`), by module and layer.
-
-    A module that the adapter lacks is filled with zeros, since the slot may hold a previous adapter's. Returns the skipped
-    modules, which the layer lacks, as `module@layer`. Raises `ConfigError`, with nothing written, for a slot outside a pool
-    and for weights that do not have a slot's shape.
+    """Write an adapter's matrices into `slot` of each pool tensor (`[slot, ...]`), by module and layer, and zeros for
+    modules that it lacks, since the slot may hold a previous adapter's. Returns the modules that a layer lacks, as
+    `module@layer`. Raises `ConfigError`, with nothing written, for a slot outside a pool and for weights of another shape.
     """
     for module, layers in pools.items():
         for layer, pool in layers.items():
@@ -85,7 +80,6 @@ def load_into_slot(
 
 
 def _check_fits(pool: Any, weights: Any, slot: int, what: str) -> None:
-    """Raises `ConfigError` for a slot outside the pool, or weights of another shape."""
     if not 0 <= slot < pool.shape[0]:
         raise ConfigError(f"{what}: expected a slot from 0 to {pool.shape[0] - 1}, found {slot}")
     if weights is not None and tuple(weights.shape) != tuple(pool.shape[1:]):
@@ -93,9 +87,8 @@ def _check_fits(pool: Any, weights: Any, slot: int, what: str) -> None:
 
 
 def virtual_expert_ids(ids: npt.ArrayLike, slots: npt.ArrayLike, *, num_experts: int) -> Ints:
-    """Expert ids that are distinct between adapters: `id + slot * num_experts`. -1 (routed elsewhere) stays -1.
-
-    `ids` is `[tokens, top_k]` or `[tokens]`, `slots` is `[tokens]`.
+    """`id + slot * num_experts`, distinct between adapters. -1 (routed elsewhere) stays -1. `ids` is `[tokens, top_k]` or
+    `[tokens]`, `slots` is `[tokens]`.
     """
     chosen = np.asarray(ids, dtype=np.int64)
     offset = np.asarray(slots, dtype=np.int64).reshape(-1, *([1] * (chosen.ndim - 1))) * num_experts
@@ -103,10 +96,8 @@ def virtual_expert_ids(ids: npt.ArrayLike, slots: npt.ArrayLike, *, num_experts:
 
 
 def group_by_expert(ids: npt.ArrayLike, *, num_experts: int) -> tuple[Ints, Ints]:
-    """`(order, counts)`: the flat positions of `ids` sorted by expert, and their number by expert.
-
-    `counts` has `num_experts + 1` entries, the last for ids of -1, which no expert here processes. Raises `ConfigError` for
-    an id outside -1 to `num_experts - 1`.
+    """`(order, counts)`: the flat positions of `ids` sorted by expert, and their number by expert. `counts` has `num_experts
+    + 1` entries, the last for ids of -1, which no expert here processes. Raises `ConfigError` for other ids.
     """
     flat = np.asarray(ids, dtype=np.int64).ravel()
     if flat.size and (flat.min() < -1 or flat.max() >= num_experts):

@@ -1,5 +1,5 @@
-"""Alignment of two lists of ids, and grouping of the runs in which both increase by one, for servers that have only a source
-list and a destination list. Arguments are not changed, and results are not views of them.
+"""Alignment of two lists of ids, and grouping of the runs in which both increase by one. Arguments are not changed, and
+results are not views of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLik
         >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
         (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
     """
-    try:  # most arrays need no conversion, and checking them would take longer than the work
+    try:  # most arrays need no conversion; checking them would take longer than the work
         return _native.group_concurrent_contiguous(source, destination)  # type: ignore[arg-type]
     except TypeError:
         return _native.group_concurrent_contiguous(_core_ids(source, "source"), _core_ids(destination, "destination"))
@@ -77,7 +77,7 @@ def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:
 
 
 def _core_ids(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.int32]:
-    """Contiguous int64 or int32, for the compiled core. Copied only if necessary."""
+    """Copies only if necessary."""
     array = _integers(values, name)
     if array.dtype == np.int32:
         return np.ascontiguousarray(array, dtype=np.int32)

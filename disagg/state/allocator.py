@@ -23,10 +23,9 @@ _STATES = ("free", "in use", "already freed and waiting for its lease", "reserve
 
 
 class RowAllocator:
-    """Allocates the rows (pages, slots or rings) of a pool. Thread-safe.
-
-    `reserved` rows are never allocated: common servers use row 0 as a dummy or null page. Rows freed with a lease become
-    free when it is released, because a transfer may touch them until then.
+    """Allocates the rows (pages, slots or rings) of a pool. Thread-safe. `reserved` rows are never allocated: common servers
+    use row 0 as a dummy or null page. Rows freed with a lease become free when it is released, because a transfer may touch
+    them until then.
     """
 
     def __init__(self, num_rows: int, *, reserved: Iterable[int] = (0,)) -> None:
@@ -51,7 +50,7 @@ class RowAllocator:
 
     @property
     def num_leased(self) -> int:
-        """Freed rows whose leases are not yet released."""
+        """Rows that were freed with a lease that is not yet released."""
         return self._num_leased
 
     def can_allocate(self, num_rows: int) -> bool:

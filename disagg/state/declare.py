@@ -23,20 +23,17 @@ from disagg.state.overlap import first_overlap, overlaps_itself
 Rule = Callable[[Topology], Owned]
 """The positions of an axis that a rank owns."""
 Scale = Mapping[int, npt.ArrayLike] | float | None
-"""Element times scale is the number that it stands for: one scale for all layers, or by layer, perhaps for each position of
-an axis over all ranks. `None`: unknown.
+"""An element times its scale is the number that it stands for. One scale for all layers, or by layer, perhaps for each
+position of an axis over all ranks. `None`: unknown.
 """
 
 
 @dataclass(frozen=True)
 class Inner:
-    """An axis of constant global `size`."""
-
     size: int
     owned: Rule
 
     def local_size(self, rank: Topology) -> int:
-        """The number of positions that `rank` owns."""
         return self.owned(rank).within(self.size).count_below(self.size)
 
 
@@ -54,10 +51,8 @@ def by_tp(size: int) -> Inner:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-block of a fused axis: `units` of `width` positions each. A rank owns whole units.
-
-    With `groups` several heads share the units. Then every rank owns all units, unless the numbers of units and of ranks
-    divide each other.
+    """A sub-block of a fused axis: `units` of `width` positions each. A rank owns whole units. With `groups` several heads
+    share the units: then every rank owns all of them, unless the number of units or of ranks divides the other.
     """
 
     units: int
@@ -87,7 +82,7 @@ def blocks_by_tp(blocks: Iterable[Block]) -> Inner:
 
 
 def all_tokens(_: Topology) -> Owned:
-    """No context parallelism: every rank of the group owns every token."""
+    """No context parallelism."""
     return EVERYTHING
 
 
@@ -110,15 +105,14 @@ def tokens_in_turn(rank: Topology) -> Owned:
 class Role:
     """A tensor that each layer has, such as K or V.
 
-    `axes` names its axes in memory order, with `page` or `slot` among them. `inner` describes the axes of constant size.
-    `granule` tokens share one position of the token axis, which is moved once all of them are sent (a block scale exists
-    earlier, so it is a separate component: `docs/states.md`). `dtype` is required if a rank may have no layer of the role.
-    `tensors` are by layer; a role without them describes memory to allocate.
+    `axes`: its axes in memory order, with `page` or `slot` among them. `inner`: those of constant size. `granule` tokens
+    share one position of the token axis, which is moved once all of them are sent (a block scale exists earlier, so it is a
+    separate component: `docs/states.md`). `dtype` is required if a rank may have no layer of the role. `tensors` are by
+    layer; a role without them describes memory to allocate.
 
-    With a `scale` a peer may hold the role in another dtype, and the writer converts it; without one both sides need the
-    same. It is 1 for formats of 16 and 32 bits. With a `scale_axis` each layer has a scale for every position of that inner
-    axis, over all ranks. `rounding` is how this server makes numbers of 8 bits (`disagg.core.formats`); `None`: in a way
-    that nobody else can.
+    With a `scale` a peer may hold the role in another dtype, and the writer converts it. It is 1 for formats of 16 and 32
+    bits. With a `scale_axis` each layer has a scale for every position of that inner axis, over all ranks. `rounding`: how
+    this server makes numbers of 8 bits (`disagg.core.formats`); `None`: in a way that nobody else can.
     """
 
     name: str
@@ -132,9 +126,7 @@ class Role:
     rounding: str | None = "nearest"
 
     def numbers(self, layers: Sequence[int], rank: Topology, what: str) -> Numbers | None:
-        """What the elements of these layers stand for on `rank`; `None` without a `scale`. Raises `ConfigError` for a layer
-        without scales, or with a wrong number of them.
-        """
+        """`None` without a `scale`. Raises `ConfigError` for a layer without scales, or with a wrong number of them."""
         if self.scale is None:
             return None
         what = f"{what}, tensor {self.name!r}"
@@ -146,7 +138,6 @@ class Role:
         return Numbers(tuple(own), self.rounding, self.scale_axis)
 
     def _scales_of(self, layer: int, given: npt.ArrayLike, rank: Topology, what: str) -> list[float]:
-        """Of one layer, on one rank."""
         scales = np.asarray(given, dtype=np.float64)
         if self.scale_axis is None:
             if scales.ndim:
@@ -171,7 +162,7 @@ class Role:
         return math.prod(inner.size for inner in self.inner.values()) * ITEMSIZE[dtype_of(self, self.name)]
 
     def local_shape(self, rank: Topology, *, rows: int, page_size: int) -> tuple[int, ...]:
-        """Of one layer's tensor, with `rows` pages of `page_size` tokens, or `rows` slots."""
+        """The shape with `rows` pages of `page_size` tokens, or `rows` slots."""
         sizes = {"page": rows, "slot": rows, TOKEN: page_size // self.granule}
         return tuple(
             self.inner[axis].local_size(rank) if axis in self.inner else sizes[axis]
@@ -190,7 +181,7 @@ def declare(
     page_size: int | None = None,
     optional: bool = False,
 ) -> Component:
-    """The component of `roles`: what each rank of the group owns, and where this rank's rows lie.
+    """What each rank of the group owns, and where this rank's rows lie.
 
     `layers_by_stage` has the layer ids of each pipeline stage; a stage without layers of this component gives no tensors.
     Without it the component is this stage's part, for `join_stages`. Raises `ConfigError`, with the layer, the axis and both
@@ -241,11 +232,9 @@ def last_tokens(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One kind of state of a model, without memory.
-
-    `layers`: ids of the layers that have the state. Decode needs the last `window` tokens (`None`: all). With `ring` the
-    rows are rings of that many tokens, one per request, addressed by `token % ring`. With `packed` the roles follow each
-    other within a page, each with all tokens of the page.
+    """One kind of state of a model, without memory. `layers`: ids of the layers that have it. Decode needs the last `window`
+    tokens (`None`: all). With `ring` the rows are rings of that many tokens, one per request, addressed by `token % ring`.
+    With `packed` the roles follow each other within a page, each with all tokens of the page.
     """
 
     name: str
@@ -265,17 +254,17 @@ class State:
         raise ConfigError(f"component {self.name!r}: expected one of {', '.join(r.name for r in self.roles)}, found {name!r}")
 
     def page_tokens(self, page_size: int) -> int:
-        """Tokens per page, given `page_size` for ordinary pools. A ring is one page, and a granule is never split."""
+        """Given `page_size` for ordinary pools. A ring is one page, and a granule is never split."""
         return self.ring or math.lcm(page_size, *(role.granule for role in self.roles))
 
     def nbytes(self, num_tokens: int, *, prefix: int = 0) -> int:
-        """Bytes that decode needs for a request of `num_tokens` if it has the first `prefix`, without replicas."""
+        """Bytes that decode needs if it has the first `prefix` tokens, without replicas."""
         start, stop = self.needed(num_tokens, prefix=prefix)
         per_layer = sum((stop // role.granule - start // role.granule) * role.nbytes for role in self.roles)
         return len(self.layers) * per_layer
 
     def needed(self, num_tokens: int, *, prefix: int = 0) -> tuple[int, int]:
-        """The tokens `[start, stop)` that decode needs of `num_tokens` if it has the first `prefix`. `(0, 1)` for a slot."""
+        """The tokens `[start, stop)` that decode needs if it has the first `prefix`. `(0, 1)` for a slot."""
         if self.rows == "slot":
             return 0, 1
         return last_tokens(num_tokens, window=num_tokens if self.window is None else self.window, prefix=prefix)
@@ -289,10 +278,8 @@ class State:
         axes: Mapping[str, str] | None = None,
         tokens: Rule = all_tokens,
     ) -> Component:
-        """The component over this rank's `tensors`, by role and layer; a role has none if the stage has none.
-
-        `axes`: memory orders that differ from the role's, by role. Raises `ConfigError` if a role is missing, or if tensors
-        contradict it.
+        """The component over this rank's `tensors`, by role and layer. `axes`: memory orders that differ from the role's, by
+        role. Raises `ConfigError` if a role is missing, or if tensors contradict it.
         """
         expected = [role.name for role in self.roles]
         if sorted(expected) != sorted(tensors):
@@ -311,7 +298,6 @@ class State:
 
 
 def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
-    """Raises `ConfigError` for unknown or missing axes."""
     expected = [row_axis, *([TOKEN] if row_axis == "page" else []), *role.inner]
     axes = parse_axes(role.axes, known=expected, what=what)
     missing = [axis for axis in expected if axis not in axes]
@@ -336,7 +322,6 @@ def _check_apart(given: Sequence[tuple[str, Mapping[int, RawTensor]]], what: str
 def _place(
     role: Role, tensors: Mapping[int, RawTensor], axes: tuple[str, ...], row_axis: str, topology: Topology, what: str
 ) -> tuple[TensorPlacement, int, Sequence[MemoryRegion]]:
-    """The role's placement, number of rows and memory."""
     sample = next(iter(tensors.values()))
     if role.dtype is not None and sample.dtype != role.dtype:
         raise ConfigError(f"{what}, tensor {role.name!r}: expected dtype {role.dtype}, found {sample.dtype}")
@@ -364,7 +349,7 @@ def _tensor_layouts(
 
 
 def dtype_of(role: Role, component: str) -> str:
-    """Raises `ConfigError` if there are no tensors and no declared dtype."""
+    """Raises `ConfigError` without tensors and without a declared dtype."""
     for tensor in role.tensors.values():
         return raw_tensor(tensor).dtype
     if role.dtype is None:

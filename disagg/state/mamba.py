@@ -1,7 +1,6 @@
-"""Recurrent state: the convolution window and the temporal state of Mamba1, Mamba2, GDN, KDA and lightning attention.
-
-A request has one slot. The `*_roles` functions describe a kind, and `recurrent` binds it to a rank's tensors, which may be
-views of a larger slot page. Give `Slot(id)` to `finish`: a slot is read when it is sent.
+"""Recurrent state: convolution windows and temporal states. The `*_roles` functions describe a kind, and `recurrent` binds
+it to a rank's tensors, which may be views of a larger slot page. A request has one slot, which is read when it is sent: give
+`Slot(id)` to `finish`.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def mamba2_roles(
     dtypes: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Role, Role]:
     """Mamba2 (Nemotron-H, Falcon-H1, Granite, Bamba). `conv` is over `x ‖ B ‖ C`: `x` divided by heads, `B` and `C` by
-    groups. If the numbers of groups and ranks do not divide each other, every rank owns `B` and `C` whole. `temporal` is per
-    head.
+    groups. If neither the number of groups nor of ranks divides the other, every rank owns `B` and `C` whole. `temporal` is
+    per head.
     """
     group = Block(num_groups, state_size, groups=True)
     inner = {"head": by_tp(num_heads), "head_dim": whole(head_dim), "state": whole(state_size)}
@@ -95,7 +94,7 @@ def lightning_roles(*, num_heads: int, key_head_dim: int, value_head_dim: int, d
 
 
 def convolution_roles(*, channels: int, kernel: int, dtype: str | None = None) -> tuple[Role]:
-    """A gated short convolution (LFM2): `conv` has `kernel - 1` columns, divided by channel. No temporal state."""
+    """A gated short convolution (LFM2): `conv` has `kernel - 1` columns, divided by channel."""
     return (_conv((Block(channels, 1),), kernel, dtype),)
 
 
@@ -112,8 +111,7 @@ def recurrent(
 
         ssm = recurrent(gdn_roles(...), {"conv": conv, "temporal": temporal}, topology=topology)
 
-    `axes`: memory orders that differ from the kind's usual one, by role. Raises `ConfigError` if a role is missing, or if
-    tensors contradict it.
+    Otherwise as `State.component`.
     """
     layers = next((tuple(by_layer) for by_layer in tensors.values()), ())
     state = State(name=name, rows="slot", layers=layers, roles=tuple(roles))

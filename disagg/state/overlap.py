@@ -1,7 +1,7 @@
 """Whether positions of tensors share bytes, exactly, for any strides.
 
 Two positions share a byte if and only if a bounded sum of multiples of strides has one certain value. For layouts whose axes
-nest, as those of real pools do, few multiples are possible for each stride, and the search ends at once.
+nest, few multiples are possible for each stride, and the search ends at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Steps = tuple[tuple[int, int], ...]
 """Pairs `(stride, last)`, ascending: any multiple of `stride`, in bytes, from 0 to `last`."""
 
 MAX_TRIES = 20_000
-"""Multiples tried for one question. Only large axes whose strides do not nest need more."""
+"""For one question. Only large axes whose strides do not nest need more."""
 
 
 def overlaps_itself(tensor: RawTensor) -> bool:
@@ -35,7 +35,7 @@ def overlaps_itself(tensor: RawTensor) -> bool:
 
 
 def first_overlap(tensors: Sequence[RawTensor]) -> tuple[int, int] | None:
-    """The indices of two tensors that share a byte, ascending, or whose strides are too irregular to exclude it."""
+    """Two tensors that share a byte, or whose strides are too irregular to exclude it."""
     steps = [_steps(tensor) for tensor in tensors]
     kinds: dict[Steps, int] = {}
     kind_of = [kinds.setdefault(each, len(kinds)) for each in steps]
@@ -53,14 +53,13 @@ def first_overlap(tensors: Sequence[RawTensor]) -> tuple[int, int] | None:
 
 
 def _steps(tensor: RawTensor) -> Steps:
-    """Between the bytes of a tensor."""
     sizes = zip(tensor.strides, tensor.shape, strict=True)
     steps = [(stride * tensor.itemsize, size - 1) for stride, size in sizes if size > 1 and stride]
     return tuple(sorted([(1, tensor.itemsize - 1), *steps]))
 
 
 def _near(tensors: Sequence[RawTensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of tensors of one device whose spans overlap, the lower address first."""
+    """Pairs of one device whose spans overlap, the lower address first."""
     order = sorted(
         (number for number, tensor in enumerate(tensors) if 0 not in tensor.shape),
         key=lambda number: (tensors[number].device, tensors[number].pointer),
@@ -86,7 +85,6 @@ def _is_sum(steps: Iterable[tuple[int, int]], total: int) -> bool:
     tries = itertools.count()
 
     def search(index: int, left: int) -> bool:
-        """Of the steps up to `index`, which reach it."""
         if index == 0:
             return True
         stride, last = merged[index]

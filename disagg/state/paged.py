@@ -1,4 +1,4 @@
-"""Paged attention KV: multi-head and grouped-query attention, latent attention (MLA), and their block scales."""
+"""Paged attention KV: multi-head, grouped-query and latent attention (MLA), and their block scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, ax
 
 
 def mla_roles(dim: int, *, dtype: str | None, scales: int = 0, scales_dtype: str | None = None) -> tuple[Role, ...]:
-    """The latent of `dim` elements per token, and `scales` block scales per token. Every rank owns both whole."""
+    """`dim` elements and `scales` block scales per token. Every rank owns both whole."""
     latent = Role(name="latent", axes="page token dim", inner={"dim": whole(dim)}, dtype=dtype)
     scale = Role(name="latent_scale", axes="page token dim", inner={"dim": whole(scales)}, dtype=scales_dtype)
     return (latent, scale) if scales else (latent,)
@@ -109,7 +109,7 @@ def mla(
     group.
 
     `tensors` maps each layer id to one tensor. `scales` are block scales, `scales_dim` per token, in tensors with the same
-    axes. `scale` and `rounding` are those of `Role`, for the latent. Raises `ConfigError` as `gqa` does.
+    axes. `scale` and `rounding`: see `Role`. Raises `ConfigError` as `gqa` does.
     """
     latent, *rest = mla_roles(dim, dtype=dtype, scales=scales_dim if scales is not None else 0, scales_dtype=scales_dtype)
     declared = [replace(latent, scale=scale, rounding=rounding), *rest]

@@ -42,8 +42,8 @@ def index_keys(
 ) -> Component:
     """Index keys, the same on every rank, from tensors `[page, bytes]` by layer.
 
-    A page has `page_size / tokens_per_key` keys of `key_nbytes`, *then* the same number of scales of `scale_nbytes` (0:
-    none). Leave out layers that use another layer's top-k: they have no rows. Raises `ConfigError` if pages are too small.
+    A page has `page_size / tokens_per_key` keys of `key_nbytes`, *then* as many scales of `scale_nbytes` (0: none). Leave
+    out layers that use another layer's top-k. Raises `ConfigError` if pages are too small.
     """
     num_keys = page_size // tokens_per_key
     roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
@@ -90,8 +90,8 @@ def compressed(
     tokens: Rule = all_tokens,
     optional: bool = False,
 ) -> Component:
-    """Compressed KV of one kind (DeepSeek-V4: ratio 4 or 128): one entry of `dim` elements per `ratio` tokens, the same on
-    every rank. A tensor with `n` entries per page has pages of `n * ratio` tokens.
+    """Compressed KV of one kind (DeepSeek-V4: ratio 4 or 128): `dim` elements per `ratio` tokens, the same on every rank. A
+    tensor with `n` entries per page has pages of `n * ratio` tokens.
     """
     roles = [role.of(tensors, axes=axes) for role in compressed_roles(dim, ratio=ratio, dtype=dtype)]
     return declare(

@@ -42,18 +42,15 @@ def swa(
 
 
 def needed(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
-    """The tokens that decode needs of `num_tokens`: `[max(prefix, num_tokens - window), num_tokens)`.
-
-    If the model's next token attends to itself and the `window - 1` tokens before it, give `window - 1`.
+    """`[max(prefix, num_tokens - window), num_tokens)`. If the model's next token attends to itself and the `window - 1`
+    tokens before it, give `window - 1`.
     """
     return last_tokens(num_tokens, window=window, prefix=prefix)
 
 
 def ring_rows(slot: int, *, need: tuple[int, int], stride: int) -> Pages:
-    """The rows of a ring-addressed window, where token `t` is row `slot * stride + t % stride`.
-
-    The ring is one page of `stride` tokens, listed once for each time it wraps. Declare the pool with pages of `stride`
-    tokens. Raises `LayoutError` if `need` is longer than the ring.
+    """The rows of a ring-addressed window, where token `t` is row `slot * stride + t % stride`. Declare the pool with pages
+    of `stride` tokens. Raises `LayoutError` if `need` is longer than the ring.
     """
     start, stop = need
     if not 0 <= start <= stop <= start + stride:
