@@ -148,7 +148,7 @@ class Backend(Protocol):
 
     @property
     def staging(self) -> StagingShape:
-        """For the transport in use."""
+        """How pieces are packed over the transport in use."""
 
     @property
     def transport(self) -> str:

@@ -28,7 +28,7 @@ from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch
 
 _engines: WeakValueDictionary[str, LocalBackend] = WeakValueDictionary()
-"""By token."""
+"""The engines of this process, by token."""
 
 
 class LocalDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

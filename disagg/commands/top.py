@@ -69,7 +69,7 @@ class Sample:
 
 
 def metrics_of(url: str) -> str:
-    """From `HOST:PORT` or a URL. Raises `ConfigError` for another scheme."""
+    """The URL of a rank's metrics. Raises `ConfigError` for another scheme than HTTP."""
     address = (url if "://" in url else f"http://{url}").rstrip("/")
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"url: expected http://HOST:PORT or HOST:PORT, found {url!r}")

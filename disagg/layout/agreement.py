@@ -85,7 +85,7 @@ class LocalRank:
 
     @cached_property
     def checksum_plans(self) -> dict[str, ChecksumPlan]:
-        """For received state, by component."""
+        """What this rank checks of received state, by component."""
         held = self.table.ranks[self.topology.group_rank].by_name
         return {name: reader_plan(held[name], placement) for name, placement in self.placements.items()}
 
@@ -107,7 +107,7 @@ class Agreement:
 
     @property
     def digests(self) -> bytes:
-        """Of both elections; a peer has them in the opposite order."""
+        """A peer has the two digests in the opposite order."""
         return self.outgoing.digest + self.incoming.digest
 
     def check_digests(self, theirs: bytes) -> None:
@@ -149,8 +149,8 @@ class Agreement:
         )
 
     def checksum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, ChecksumPlan]:
-        """For what this rank writes to `rank`, by component. Raises `LayoutError` for a converted component, whose numbers
-        have other bits on both sides.
+        """What this rank checks of what it writes to `rank`, by component. Raises `LayoutError` for a converted component,
+        whose numbers have other bits on both sides.
         """
         for name, roles in self.outgoing.converted:
             what = f"component {name!r}, tensor {roles[0]!r}"
@@ -163,7 +163,6 @@ class Agreement:
         return frozenset(self.outgoing.readers(local.topology.group_rank))
 
     def writers(self, local: LocalRank, group: int) -> list[int]:
-        """Ranks of the peer."""
         return [group * self.group_size + writer for writer in self.incoming.writers(local.topology.group_rank)]
 
     def idle_writers(self, local: LocalRank, group: int) -> list[int]:

@@ -68,7 +68,7 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         return tuple(found)
 
     def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
-        """As `bind` returns them."""
+        """The copies that `bind` returns."""
         columns = Columns() if out is None else out
         return CopyBatch.of_columns(*_native.expand(self.spans, self.runs, self.layers, num_threads, columns))
 
@@ -101,7 +101,7 @@ def bind_rows(
     layers: Sequence[int] | None = None,
     spans: Sequence[int] | None = None,
 ) -> BoundRows:
-    """As `bind`. `spans` selects span classes by number."""
+    """Arguments are those of `bind`. `spans` selects span classes by number."""
     by_granule: dict[int, Ints] = {}
     runs: list[Ints] = []
     numbers = range(len(plan.spans)) if spans is None else spans
@@ -114,7 +114,7 @@ def bind_rows(
 
 
 def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
-    """For engines that compute addresses themselves."""
+    """The span classes for engines that compute addresses themselves."""
     spaces = plan.source, plan.destination
     return tuple(
         SpanShape(

@@ -28,7 +28,7 @@ from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
 
 Words = npt.NDArray[np.uint64]
 ChecksumFunction = Callable[..., int]
-"""As `_native.digest`, over memory of this process or of a GPU."""
+"""It has the parameters of `_native.digest`, and reads memory of this process or of a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def writer_plans(
     source: tuple[int, LayoutTable, Mapping[str, Placement]],
     destination: tuple[int, LayoutTable, Mapping[str, Placement]],
 ) -> dict[str, ChecksumPlan]:
-    """For one destination rank, by component. The sides are as in `make_plan`."""
+    """What a writer checks for one destination rank, by component. The sides are as in `make_plan`."""
     boxes: dict[str, list[ChecksumBox]] = {}
     ours, theirs = source[1].ranks[source[0]].by_name, destination[1].ranks[destination[0]].by_name
     for flow in election.by_pair.get((source[0], destination[0]), ()):
@@ -167,8 +167,8 @@ def checksum_rows(
     num_threads: int = 1,
     digest: ChecksumFunction = _native.digest,
 ) -> Checksums:
-    """For tokens `[start, stop)` of `need`, in `layers` (`None`: all). Raises `LayoutError` if a needed token has no page
-    inside the pool.
+    """The checksums of tokens `[start, stop)` of `need`, in `layers` (`None`: all). Raises `LayoutError` if a needed token
+    has no page inside the pool.
     """
     pages = page_range(plan, need)
     checksums = Checksums.zero(plan, pages)

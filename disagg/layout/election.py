@@ -72,7 +72,7 @@ class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
 
     @cached_property
     def by_pair(self) -> dict[tuple[int, int], tuple[Flow, ...]]:
-        """By (source group rank, destination group rank)."""
+        """Flows by (source group rank, destination group rank)."""
         pairs: dict[tuple[int, int], list[Flow]] = defaultdict(list)
         for flow in self.flows:
             pairs[flow.source, flow.destination].append(flow)

@@ -43,7 +43,7 @@ class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.array([bases[layer] + offset for layer in layers], dtype=np.uint64)
 
     def box_offset(self, tensor: TensorLayout, box: Mapping[str, Interval]) -> int:
-        """From the start of a row to the first element of a box of the inner axes, which this rank owns."""
+        """Bytes from the start of a row to the first element of a box of the inner axes, which this rank owns."""
         offset = 0
         for name, part in box.items():
             axis = tensor.axis(name)
@@ -121,11 +121,13 @@ class Component:
 
 
 ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
-"""Of KV pages, by their usual names."""
+"""Axis orders of KV pages, by their usual names."""
 
 
 def parse_axes(axes: str, *, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """Such as `"page token kv_head dim"`, or a named order. Raises `ConfigError` for unknown or repeated names."""
+    """Parses axes such as `"page token kv_head dim"`, or a named order. Raises `ConfigError` for unknown or repeated
+    names.
+    """
     if not isinstance(axes, str):
         raise ConfigError(f"{what}: expected axes as a str, found {axes!r}")
     names = tuple(ORDERS.get(axes.lower(), axes).split())

@@ -49,7 +49,7 @@ class SpanClass:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """By pair of bases, if numbers are converted."""
+        """The scale of each pair of bases, if numbers are converted."""
         return () if self.conversion is None else self.conversion.scales
 
     @cached_property
@@ -121,7 +121,7 @@ class ComponentPlan:
 
     @cached_property
     def converts(self) -> bool:
-        """Then all of it is packed."""
+        """Whether numbers are converted. All of the component is packed then."""
         return any(span.conversion is not None for span in self.spans)
 
     @cached_property

@@ -93,7 +93,7 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """In memory order."""
+        """Layer ids in memory order."""
         return tuple(layer for part in self.axis(LAYER).owned.within(2**62).parts for layer in range(*part))
 
     @property
@@ -108,7 +108,7 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def scales(self) -> dict[tuple[int, int], float]:
-        """By layer and position of the axis of `numbers` (0 without one)."""
+        """The scales by layer and position of the axis of `numbers` (0 without one)."""
         if self.numbers is None:
             return {}
         positions = [position for part in self._scale_parts for position in range(*part)]
@@ -125,7 +125,7 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def inner_axes(self) -> tuple[Axis, ...]:
-        """Neither layer nor token."""
+        """All axes but layer and token."""
         return tuple(axis for axis in self.axes if axis.name not in (LAYER, TOKEN))
 
 
@@ -189,7 +189,7 @@ class TopologySizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def topology(self) -> Topology:
-        """At rank 0. Raises `ConfigError` for impossible sizes."""
+        """The topology of rank 0. Raises `ConfigError` for impossible sizes."""
         return Topology(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)
 
 

@@ -78,7 +78,7 @@ REFUSED: Mapping[str, str] = {
     "hrm_text": "its layers run several times per token, each with a KV of its own",
     "modernbert-decoder": "its file gives windows in a unit of its own",
 }  # fmt: skip
-"""With the reason."""
+"""Model types of transformers, and why they are refused."""
 
 
 def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collection[str]) -> Fields:
@@ -108,7 +108,7 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collectio
 
 
 def _nested(config: Mapping[str, Any], text: object, name: str) -> Mapping[str, Any]:
-    """With the values that the whole model gives for its `text_config`."""
+    """A `text_config`, with the values that the whole model gives for it."""
     if not isinstance(text, Mapping):
         raise ConfigError(f"model {name!r}, text_config: expected an object, found {reprlib.repr(text)}")
     shared = ("dtype", "torch_dtype", "quantization_config")

@@ -73,7 +73,7 @@ class Fields:
         return self._names.get(key, key)
 
     def has(self, key: str) -> bool:
-        """Also true for null."""
+        """Whether the file has the field; it may be null."""
         return self._name(key) in self._values
 
     def values(self) -> Mapping[str, Any]:
@@ -128,7 +128,7 @@ class Fields:
         return self._sections[key]
 
     def dtype(self, *keys: str) -> str | None:
-        """Without the prefix `torch.`."""
+        """The name of a dtype, without the prefix `torch.`."""
         value = self.raw(*keys)
         if value is None:
             return None

@@ -18,7 +18,7 @@ INDEX_REUSED, KV_REUSED = "reused_index", "reused_kv"
 """Layers that read another layer's state: all of it, its choice of tokens, or all but its index keys."""
 
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
-"""In files from before transformers settled on the names above."""
+"""Names in files from before transformers settled on the names above."""
 _NEMOTRON_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 
 LayerRule = Callable[[Fields, int], Sequence[str]]
@@ -108,7 +108,7 @@ def mistral(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def upper_windows(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Qwen2, Qwen3: windows in the layers from `max_window_layers` on."""
+    """Qwen2, Qwen3: windows in the layers from `max_window_layers` on, if they are used."""
     if not _windows_used(fields):
         return [FULL] * num_layers
     first = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
@@ -123,7 +123,7 @@ def windows_from(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def lower_windows(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Qwen2-MoE: windows in every other layer below `max_window_layers`."""
+    """Qwen2-MoE: windows in every other layer below `max_window_layers`, if they are used."""
     if not _windows_used(fields):
         return [FULL] * num_layers
     end = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
@@ -136,7 +136,7 @@ def listed_if_windows(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def all_windows_or_none(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Qwen3-MoE."""
+    """Qwen3-MoE: windows in all layers, if they are used."""
     return [SLIDING if _windows_used(fields) else FULL] * num_layers
 
 

@@ -129,7 +129,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _strides(row_stride: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """In bytes. The row axis comes first in every declared order; the other axes are dense."""
+    """Strides in bytes. The row axis comes first in every declared order; the other axes are dense."""
     return (row_stride, *(math.prod(dims[axis + 1 :]) for axis in range(1, len(dims))))
 
 
@@ -146,7 +146,7 @@ class PoolLayout:
     nbytes: int
 
     def components(self, address: int, device: Device = CPU) -> tuple[Component, ...]:
-        """Of memory that begins at `address`, which is never touched."""
+        """The components of memory that begins at `address`, which is never touched."""
         return tuple(self._component(state, address, device) for state in self.model.states)
 
     def _component(self, state: State, address: int, device: Device) -> Component:

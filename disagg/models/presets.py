@@ -36,7 +36,7 @@ def _preset(name: str) -> ModelSpec:
 
 
 PRESETS: Mapping[str, ModelSpec] = _Presets()
-"""By name, with the sizes of their published `config.json`."""
+"""Preset models by name, with the sizes of their published `config.json`."""
 
 
 def load_model(
@@ -74,7 +74,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def _find(name: str) -> tuple[Any, str]:
-    """With a short name."""
+    """A model's config, and a short name for it."""
     if name in PUBLISHED:
         return PUBLISHED[name], name
     shape = _SHAPE.fullmatch(name)
@@ -107,7 +107,7 @@ def _cache() -> Path:
 
 
 def _in_cache(hub_id: str) -> Path | None:
-    """At the main revision if that is cached."""
+    """The `config.json` of a cached model, at its main revision if that is cached."""
     folder = _cache() / f"models--{hub_id.replace('/', '--')}"
     main = folder / "refs" / "main"
     revisions = [folder / "snapshots" / main.read_text(encoding="utf-8").strip()] if main.is_file() else []

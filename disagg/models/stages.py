@@ -83,8 +83,9 @@ def stage_of(
     start_layer: int | None = None,
     end_layer: int | None = None,
 ) -> Stage:
-    """By `layer_counts`, unless the server gives its first and last layer. Without pipeline parallelism these may be any
-    range. With it every rank's layers must be known, so this raises `ConfigError` if they differ from the split.
+    """This rank's stage, by `layer_counts` unless the server gives its first and last layer. Without pipeline parallelism
+    these may be any range. With it every rank's layers must be known, so this raises `ConfigError` if they differ from the
+    split.
     """
     layers = split_layers(model.num_layers, topology.pp, layer_counts)
     counted = np.cumsum([0, *map(len, layers)]).tolist()

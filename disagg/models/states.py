@@ -28,7 +28,7 @@ def kv_heads(fields: Fields) -> int:
 
 
 def kv_heads_or_all(fields: Fields) -> int:
-    """By default `num_attention_heads`."""
+    """KV heads, by default `num_attention_heads`."""
     return _divisor(fields, fields.size("num_key_value_heads", default=fields.size("num_attention_heads")))
 
 
@@ -73,7 +73,7 @@ def head_dim(fields: Fields) -> int:
 
 
 def head_dim_or_hidden(fields: Fields) -> int:
-    """By default `hidden_size / num_attention_heads`."""
+    """Elements per head, by default `hidden_size / num_attention_heads`."""
     return hidden_per_head(fields) if fields.raw("head_dim") is None else head_dim(fields)
 
 
@@ -240,7 +240,7 @@ def mamba_head_dim(fields: Fields, heads: int) -> int:
 
 
 def _inner_size(fields: Fields) -> int:
-    """By default `mamba_expand` hidden sizes."""
+    """Channels of a Mamba layer, by default `mamba_expand` hidden sizes."""
     if fields.raw("mamba_d_ssm") is not None:
         return fields.size("mamba_d_ssm")
     return fields.size("mamba_expand") * fields.size("hidden_size")
@@ -257,7 +257,7 @@ def mamba1(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 
 def lightning(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """In the weights' dtype by default."""
+    """The state has the weights' dtype by default."""
     heads, dim = fields.size("num_attention_heads"), head_dim_or_hidden(fields)
     roles = lightning_roles(num_heads=heads, key_head_dim=dim, value_head_dim=dim, dtype=dtypes.ssm or dtypes.weights)
     return _recurrent(layers, roles)
@@ -289,7 +289,7 @@ def _v4_roles(fields: Fields, dtypes: Dtypes, *, ratio: int = 1) -> tuple[Role, 
 
 
 def _v4_ratio(fields: Fields, kind: str) -> int:
-    """In tokens per compressed entry."""
+    """Tokens per compressed entry."""
     rates = fields.section("compress_rates")
     old_key, default = {COMPRESSED: ("compress_rate_csa", 4), HEAVILY_COMPRESSED: ("compress_rate_hca", 128)}[kind]
     if fields.raw(old_key) is None:

@@ -15,7 +15,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class PoolExhausted(DisaggError):
-    """None was allocated."""
+    """Too few rows are free. None was allocated."""
 
 
 _FREE, _USED, _LEASED, _RESERVED = range(4)

@@ -82,7 +82,7 @@ def blocks_by_tp(blocks: Iterable[Block]) -> Inner:
 
 
 def all_tokens(_: Topology) -> Owned:
-    """No context parallelism."""
+    """Every rank of the group owns every token: no context parallelism."""
     return EVERYTHING
 
 

@@ -15,11 +15,11 @@ Steps = tuple[tuple[int, int], ...]
 """Pairs `(stride, last)`, ascending: any multiple of `stride`, in bytes, from 0 to `last`."""
 
 MAX_TRIES = 20_000
-"""For one question. Only large axes whose strides do not nest need more."""
+"""Only large axes whose strides do not nest need more tries for one question."""
 
 
 def overlaps_itself(tensor: RawTensor) -> bool:
-    """True also if the strides are too irregular to exclude it."""
+    """Also true if the strides are too irregular to exclude it."""
     if 0 in tensor.shape:
         return False
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):

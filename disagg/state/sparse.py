@@ -13,7 +13,7 @@ from disagg.state.declare import Role, Rule, all_tokens, declare, whole
 
 
 def index_roles(*, key_nbytes: int = 128, scale_nbytes: int = 4, tokens_per_key: int = 1) -> tuple[Role, ...]:
-    """In bytes, one key and scale per `tokens_per_key` tokens. Every rank owns them whole."""
+    """One key and one scale, in bytes, per `tokens_per_key` tokens. Every rank owns them whole."""
     sizes = {"key": key_nbytes, "scale": scale_nbytes}
     return tuple(
         Role(name=name, axes="page token byte", inner={"byte": whole(size)}, dtype="uint8", granule=tokens_per_key)

@@ -48,7 +48,7 @@ def load_bindings() -> tuple[ModuleType, ModuleType]:
 
 
 def num_gpus() -> int:
-    """0 without a driver."""
+    """The number of visible GPUs; 0 without a driver."""
     try:
         driver, _ = load_bindings()
     except BackendUnavailable:
@@ -57,7 +57,7 @@ def num_gpus() -> int:
 
 
 def second_gpu() -> int:
-    """For the second of two processes: 1, or 0 where there is only one GPU."""
+    """1, or 0 where there is only one GPU."""
     return 0 if num_gpus() == 1 else 1
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _SPARE = 16
-"""For processes that start between the two calls."""
+"""More processes may start between the two calls."""
 
 
 class _ProcessInfo(ctypes.Structure):
@@ -53,7 +53,7 @@ def _pids(query: Callable[..., int], device: ctypes.c_void_p) -> frozenset[int] 
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    """Never stopped; `None` without NVML."""
+    """NVML is never stopped. `None` if it is missing."""
     try:
         nvml = ctypes.CDLL(LIBRARY)
         for name in ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v3"):

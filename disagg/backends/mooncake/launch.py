@@ -81,7 +81,7 @@ def choose_protocol(options: BackendOptions) -> str:
 
 
 def ip_refusal(host: str) -> str | None:
-    """Set if the host has only addresses of the IP version that the engine does not use."""
+    """Returns why the engine cannot reach a host that has only addresses of the other IP version."""
     try:
         found = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -96,7 +96,7 @@ def ip_refusal(host: str) -> str | None:
 
 
 def check_environment(options: BackendOptions, protocol: str) -> None:
-    """Raises `ConfigError` for settings under which statuses prove nothing, or anyone may write."""
+    """Raises `ConfigError` for settings under which statuses prove nothing, anyone may write, or the host is unreachable."""
     if refusal := ip_refusal(options.host):
         raise ConfigError(refusal)
     if protocol != "tcp":

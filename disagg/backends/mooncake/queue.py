@@ -29,14 +29,14 @@ TAIL = 4
 _PROBE_S = 0.5
 """Interval and timeout of probes of a peer with unsettled transfers."""
 _STUCK_S = 3.0
-"""Not over TCP: after how long without progress the thread checks whether the peer is gone."""
+"""How long no piece may end before the thread checks whether the peer is gone (not over TCP)."""
 _IDLE_S = 1.0
 """How often an idle thread checks whether the main thread has ended."""
 _PAUSE_S = (1e-4, 2e-3)
 _SPIN_S, _POLL_S = 5e-3, 10e-6
 """Between GPUs: how long the thread polls without a sleep, and how long one poll takes."""
 _REFUSED = (0, 2**64 - 1)
-"""In place of a batch's number."""
+"""Posting returns these in place of a batch's number."""
 
 
 class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -282,7 +282,7 @@ class PeerQueue:
             self._land()
 
     def _settle_tasks(self) -> None:
-        """Up to the first flight with a batch."""
+        """Stops at the first flight with a batch."""
         while self._flights and not self._flights[0].batch and self._has_ended(self._flights[0]):
             self._land()
 

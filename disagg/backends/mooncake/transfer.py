@@ -31,7 +31,7 @@ class Pieces:
 
 
 def cut(copies: CopyBatch, *, split: int) -> Pieces:
-    """In pieces of 1 to `split` bytes."""
+    """Cuts the copies into pieces of 1 to `split` bytes."""
     local, remote, nbytes = copies.source, copies.destination, copies.nbytes
     if len(nbytes) and (int(nbytes.max()) > split or int(nbytes.min()) == 0):
         limit = np.uint64(split)

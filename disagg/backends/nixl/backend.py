@@ -67,7 +67,7 @@ from disagg.machine.tcp import EngineConnections, EngineSockets, Ports, complete
 logger = logging.getLogger(__name__)
 
 WARM_UP_S = 10.0
-"""For the first byte from a peer."""
+"""Maximum wait of `connect` for the first byte."""
 PROGRESS_DELAY_US = 1000
 SHM_PROGRESS_DELAY_US = 20_000
 """UCX holds a lock while the poster's thread copies; a progress thread that wakes up waits for it."""
@@ -237,7 +237,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             raise RemoteProtocolError(f"endpoint of backend 'nixl': expected agent {descriptor.agent!r}, found {name!r}")
 
     def _infer(self, peer: NixlPeer) -> str:
-        """For host memory of this peer. Raises `PeerUnreachable` if `require='shm'` cannot be met."""
+        """The transport of host memory. Raises `PeerUnreachable` if `require='shm'` cannot be met."""
         wanted = self._options.wanted
         if wanted in CERTAIN:
             return CERTAIN[wanted]

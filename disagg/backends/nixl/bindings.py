@@ -22,7 +22,7 @@ from disagg.core.errors import (
 from disagg.core.memory import CPU
 
 FLAVOURS = ("nixl_cu13", "nixl_cu12")
-"""For one CUDA version each."""
+"""Each is for one CUDA version."""
 
 ERRORS: Mapping[str, type[DisaggError]] = {
     "nixlBackendError": BackendError,

@@ -125,7 +125,7 @@ class NvlinkPeer(AdapterPeer):
 
     @property
     def is_own(self) -> bool:
-        """As the kernel attests."""
+        """Whether the kernel attests that the memory is this process's."""
         return self.process is not None and self.process.pid == os.getpid()
 
     def map(self, gpu: Gpu, descriptor: Descriptor) -> None:

@@ -53,7 +53,7 @@ from disagg.models import ModelSpec, load_model
 Observe = Callable[[Sequence[RankRun]], None]
 MIN_CEILINGS = 10
 LEAD_S = 0.02
-"""From the command to start to the common start of all ranks."""
+"""Time between the command to start and the common start of all ranks."""
 
 
 def check_case(case: Case) -> None:
@@ -75,7 +75,7 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Delivered by every run."""
+        """Bytes that every run delivers."""
         return sum(self.planned.nbytes.values())
 
     @property

@@ -122,7 +122,7 @@ class Ranks:
             remote.offset_s = 0.0 if remote.about.boot_id == boot_id() else self._ahead(remote)
 
     def _ahead(self, remote: Remote) -> float:
-        """From the fastest of several round trips."""
+        """Taken from the fastest of several round trips."""
         tries = []
         for _ in range(9):
             before = time.monotonic()

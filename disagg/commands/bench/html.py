@@ -72,7 +72,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _svg(rows: Sequence[Row]) -> str:
-    """Without the prologue of a file of its own."""
+    """The picture without the prologue of a file of its own."""
     target = io.StringIO()
     figure_of(rows).savefig(target, format="svg")
     text = target.getvalue()

@@ -423,7 +423,7 @@ PACED_COLUMNS = ("prefill", "decode", "arrivals", "per s", "queue p50 ms", "queu
 
 
 def paced_table(rows: Sequence[Row]) -> Table | None:
-    """Only for rows whose requests do not arrive together."""
+    """The table has only rows whose requests do not arrive together."""
     paced = [paced_cells(row) for row in rows if row.added_ms is not None]
     return plain_table(PACED_COLUMNS, paced, right=PACED_COLUMNS[3:]) if paced else None
 

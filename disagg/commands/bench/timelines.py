@@ -52,7 +52,7 @@ def _opened(run: RankRun) -> list[Result]:
 
 
 def _request(result: Result, direction: Direction, process: int, zero: float) -> Iterator[dict[str, Any]]:
-    """In whole microseconds since `zero`, so that each phase ends where the next begins."""
+    """Times are whole microseconds since `zero`, so that each phase ends where the next begins."""
     ends = itertools.accumulate(result.phases.values(), initial=result.opened_at - zero)
     edges = [round(1e6 * seconds) for seconds in ends]
     same = {"ph": "X", "pid": process, "tid": result.number + 1}

@@ -15,7 +15,7 @@ from disagg.core.errors import ConfigError
 
 Kind = Literal["together", "poisson", "burst"]
 BURST = 8
-"""Number of requests."""
+"""Requests of a burst."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):

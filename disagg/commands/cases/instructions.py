@@ -41,7 +41,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From an offset in this rank's arena to an address of rank `rank` of the peer."""
+    """Bytes from an offset in this rank's arena to an address of rank `rank` of the peer."""
 
     rank: int
     source_offset: int
@@ -188,7 +188,7 @@ class Done(Reply, frozen=True):
 
 
 class Failed(Reply, frozen=True):
-    """The rank goes on."""
+    """The command failed; the rank goes on."""
 
     error: str
 
@@ -266,13 +266,13 @@ class Copied(Reply, frozen=True):
 
 
 class Cpu(Reply, frozen=True):
-    """Of all threads since the process began."""
+    """CPU seconds of all threads since the process began."""
 
     seconds: float
 
 
 class HealthReport(Reply, frozen=True):
-    """In words; `problem` is empty while all is well."""
+    """`KVManager.health` in words; `problem` is empty while all is well."""
 
     problem: str
     peers: dict[str, str]

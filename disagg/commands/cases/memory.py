@@ -28,7 +28,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """The mirror itself."""
+    """Host memory is the mirror itself."""
 
     def place(self, mirror: Bytes) -> tuple[int, Device]:
         return int(mirror.__array_interface__["data"][0]), Device()

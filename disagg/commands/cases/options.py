@@ -24,7 +24,9 @@ head_dim = click.option("--head-dim", type=click.IntRange(1), help="Elements per
 
 
 def shape_of(model: object, *, layers: int | None, kv_heads: int | None, head_dim: int | None) -> str | None:
-    """Such as `32x8x128`; `None` if no part of a shape is given. Raises `ConfigError` if only some are, or `model` too."""
+    """A name such as `32x8x128`; `None` if no part of a shape is given. Raises `ConfigError` if only some are, or `model`
+    too.
+    """
     if kv_heads is None and head_dim is None:
         return None
     if model is not None or layers is None or kv_heads is None or head_dim is None:

@@ -32,7 +32,6 @@ def streams(state: State) -> bool:
 
 
 def rows_of(state: State, item: Item) -> Rows:
-    """In the library's types."""
     ids, need = item.rows[state.name], item.needs[state.name]
     if state.rows == "slot":
         return Slot(ids[0])
@@ -50,7 +49,6 @@ class RankPlace:
 
     @property
     def place(self) -> Place:
-        """In the reference's terms."""
         t = self.topology
         return Place(tp=t.tp, tp_rank=t.tp_rank, ep=t.ep, cp=t.cp, cp_rank=t.cp_rank, context=self.side.context_kind)
 

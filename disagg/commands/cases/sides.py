@@ -100,7 +100,7 @@ class Side:
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep).at(rank)
 
     def model(self, name: str, *, num_layers: int | None = None) -> ModelSpec:
-        """With this side's KV."""
+        """The model with this side's KV."""
         spec = load_model(name, num_layers=num_layers, kv_dtype=self.kv)
         return spec if self.kv is None else replace(spec, states=tuple(_with_scales(state) for state in spec.states))
 
@@ -110,11 +110,9 @@ class Side:
 
     @property
     def context_kind(self) -> Context:
-        """In the reference's terms."""
         return CONTEXTS[self.context] if self.cp > 1 else Context.WHOLE
 
     def tokens(self, rank: Topology) -> Owned:
-        """In the library's types."""
         return token_rule(self.context_kind, self.page)(rank)
 
     def pool_shape(self, num_pages: int, *, num_slots: int = 8, rows: Mapping[str, int] | None = None) -> PoolShape:

@@ -99,18 +99,18 @@ class Case:
         return self.arrivals.tokens[number] if self.arrivals.tokens else self.tokens
 
     def arrival_of(self, number: int) -> float:
-        """In seconds after the start."""
+        """Seconds after the start."""
         return self.arrivals.times_s[number] if self.arrivals.times_s else 0.0
 
 
 def rows_needed(state: State, side: Side, case: Case, *, prefix: int) -> int:
-    """For every rank of a side, including `SPARE_ROWS`."""
+    """Rows on every rank of a side, including `SPARE_ROWS`."""
     shares = _shares(state, side, case, prefix)
     return max(sum(shares[first :: side.dp]) for first in range(side.dp)) + SPARE_ROWS
 
 
 def _shares(state: State, side: Side, case: Case, prefix: int) -> list[int]:
-    """By request; the same on all ranks of a group."""
+    """Rows of each request, the same on all ranks of a group."""
     by_tokens: dict[int, int] = {}
     for tokens in {case.tokens_of(number) for number in range(case.requests)}:
         need = state.needed(tokens, prefix=prefix)
@@ -197,7 +197,7 @@ def planned(
     sent: Sequence[Sequence[Item]],
     received: Sequence[Sequence[Item]],
 ) -> Planned:
-    """For whole requests; chunks would split some pieces."""
+    """Plans are bound to whole requests; chunks would split some pieces."""
     tables = LayoutTable.decode(sources[0].table), LayoutTable.decode(destinations[0].table)
     placed = [[decode_placements(about.placements) for about in side] for side in (sources, destinations)]
     began = time.perf_counter()

@@ -49,7 +49,7 @@ DEBIAN = {
     "libglog": "libgoogle-glog0v6",
     "liburing": "liburing2",
 }
-"""By the name before `.so`."""
+"""Debian's packages, by the library's name before `.so`."""
 NVIDIA = {
     "libcuda": "install NVIDIA's driver; on a machine without GPUs, install the engine's package without CUDA",
     "libcudart": "install CUDA of that major version (pip install nvidia-cuda-runtime-cu12), or another package of the engine",
@@ -64,7 +64,7 @@ def library_fix(library: str) -> str:
 
 
 def installed(engine: str) -> dict[str, str]:
-    """Version by package."""
+    """Versions by package."""
     found = {}
     for package in ENGINES[engine].packages:
         try:

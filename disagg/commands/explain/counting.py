@@ -58,7 +58,7 @@ def _parts(bound: BoundRows) -> Iterator[BoundRows]:
 
 
 def mean_run_at_destination(bound: BoundRows) -> float:
-    """Whatever the source's order."""
+    """The mean does not depend on the source's order."""
     nbytes, runs = bound.at_destination()
     return nbytes / runs
 

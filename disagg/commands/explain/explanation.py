@@ -30,7 +30,7 @@ class ExplainRequest:
 
     @property
     def engine(self) -> Engine:
-        """With the case's threshold. Raises `ConfigError`."""
+        """The engine with the case's threshold. Raises `ConfigError`."""
         engine, pack_below = engine_of(self.case.backend, self.case.transport), self.case.pack_below
         return engine if pack_below is None else engine.with_threshold(pack_below, "the given threshold")
 

@@ -36,7 +36,7 @@ class Instance:
         return rows_of(self.spec.state(name), self.items[rank])
 
     def needed_nbytes(self, rank: int) -> int:
-        """From the rank's own layouts, without a plan."""
+        """Computed from the rank's own layouts, without a plan."""
         needs = self.items[rank].needs
         return sum(_layout_nbytes(layout, needs[layout.name]) for layout in self.table.ranks[rank].components)
 

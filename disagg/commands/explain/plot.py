@@ -55,7 +55,7 @@ def colour(rank: int) -> Any:
 
 
 def reader_colour(rank: int) -> Any:
-    """From another map than the prefill ranks'."""
+    """The colours differ from the prefill ranks'."""
     import matplotlib as mpl
 
     return mpl.colormaps["Set3"](rank % 12)
@@ -189,7 +189,7 @@ def _in_first_row(span: SpanClass, side: int, base: int) -> bool:
 
 
 def _draw_memory(figure: Any, explanation: Explanation) -> None:
-    """Of the first component with pages, or else the first component."""
+    """Draws pages of the first component with pages, or else the first component."""
     parts = [part for pair in explanation.summary.pairs for part in pair.components]
     paged = [part for part in parts if explanation.source.spec.state(part.name).rows == "pages"]
     if not parts:

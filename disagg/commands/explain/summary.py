@@ -94,7 +94,7 @@ _LINK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)gbit")
 
 
 def parse_link(text: str) -> Link:
-    """Such as `400gbit`, or `8x400gbit` for eight NICs. Raises `ConfigError`."""
+    """A link such as `400gbit`, or `8x400gbit` for eight NICs. Raises `ConfigError`."""
     found = _LINK.fullmatch(text)
     link = Link(int(found[1] or 1), float(found[2])) if found else None
     if link is None or not link.num_nics * link.gbits:
@@ -140,7 +140,7 @@ def nic_shares(pairs: Sequence[Pair], *, num_nics: int, cuts: bool) -> Iterator[
 
 
 def hot_spots(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> Iterator[str]:
-    """Also prefill ranks that move nothing."""
+    """Includes prefill ranks that move nothing."""
     written, received = Counter[int](), Counter[int]()
     for pair in pairs:
         written[pair.source] += pair.bytes

@@ -16,7 +16,7 @@ from disagg.commands.shell.text import size
 
 PATHS = {"direct": "direct", "packed": "packed (buffers)"}
 MAX_PAIRS = 256
-"""Of more pairs than these, those with the same figures share a line."""
+"""Among more pairs than these, those with the same figures share a line."""
 
 
 def show(found: Summary, console: Console) -> None:

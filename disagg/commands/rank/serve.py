@@ -193,7 +193,7 @@ class Stop:
         self.reason = ""
 
     def end(self, reason: str, *, drain: bool) -> None:
-        """With `drain` once their requests have ended. The first reason is kept."""
+        """`drain`: wait for requests first. The first reason is kept."""
         self.reason = self.reason or reason
         if not drain:
             self._now.set()

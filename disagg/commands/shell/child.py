@@ -45,7 +45,7 @@ class ChildProcess:
 
     @property
     def ending(self) -> str | None:
-        """Such as "exit status 1" or "signal SIGKILL"; `None` while it runs."""
+        """How it ended, such as "exit status 1" or "signal SIGKILL"; `None` while it runs."""
         status = self._process.poll()
         if status is None or status >= 0:
             return None if status is None else f"exit status {status}"
@@ -94,7 +94,7 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Idempotent."""
+        """A second call does nothing."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -41,7 +41,7 @@ def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right
 
 
 def table_text(table: Table) -> str:
-    """Without spaces at the ends of lines."""
+    """Lines have no spaces at their ends."""
     written = io.StringIO()
     show(table, Console(file=written, color_system=None))
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
