@@ -48,7 +48,6 @@ class Sample:
         return sum(value for (found, has), value in self.values.items() if found == f"disagg_{name}" and wanted <= has)
 
     def build(self, label: str) -> str:
-        """A label of `disagg_build_info`."""
         return next((dict(labels).get(label, "") for found, labels in self.values if found == "disagg_build_info"), "")
 
     def peers(self, *, ready: bool) -> list[str]:
@@ -109,7 +108,6 @@ def quantile(before: Sequence[tuple[float, float]], now: Sequence[tuple[float, f
 
 
 def rank_of(url: str, now: Sample) -> str:
-    """NAME/RANK, or `url` if the rank is silent."""
     return f"{now.build('name')}/{now.build('rank')}" if now.build("name") else url
 
 

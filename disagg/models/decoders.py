@@ -108,7 +108,6 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collectio
 
 
 def _nested(config: Mapping[str, Any], text: object, name: str) -> Mapping[str, Any]:
-    """A `text_config`, with the values that the whole model gives for it."""
     if not isinstance(text, Mapping):
         raise ConfigError(f"model {name!r}, text_config: expected an object, found {reprlib.repr(text)}")
     shared = ("dtype", "torch_dtype", "quantization_config")

@@ -52,7 +52,6 @@ def letters(fields: Fields, key: str) -> list[str] | None:
 
 
 def must_be_listed(fields: Fields, _: int) -> Sequence[str]:
-    """Raises `ConfigError`."""
     raise fields.error("layer_types", "a list of kinds of layers", None)
 
 

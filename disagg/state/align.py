@@ -51,9 +51,9 @@ def align_state_indices(
 def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLike) -> tuple[Ids, Ids, Ids]:
     """`(source_starts, destination_starts, lengths)`: the maximal runs in which both lists increase by one, in order.
 
-    A pair with a negative id (no page) is in no run. Contiguous int64 and int32 arrays are read in place. Raises
-    `ValueError` if lengths differ, and `ConfigError` (also a `ValueError`) unless both are 1-D lists of integers that fit
-    int64.
+    A pair with a negative id (no page) is in no run. If either list is empty there are no runs. Contiguous int64 and int32
+    arrays are read in place. Raises `ValueError` if lengths differ, and `ConfigError` (also a `ValueError`) unless both are
+    1-D lists of integers that fit int64.
 
         >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
         (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))

@@ -37,7 +37,6 @@ class Queue:
         self._check(*self._native.launch(kernel, arguments, blocks, threads, shared, done))
 
     def completion(self, event: int) -> _native.CudaEvent:
-        """The end of the work before `event`, for native code."""
         return _native.CudaEvent(self._native, event)
 
     def is_past(self, event: int) -> bool:

@@ -31,7 +31,6 @@ class ShapeTable:
 
 
 def encode_shapes(shapes: Sequence[SpanShape], translate: Translate) -> ShapeTable:
-    """Every base address passes through `translate`."""
     words: list[Addresses] = []
     at: list[int] = []
     end = 0
@@ -51,14 +50,12 @@ def encode_shapes(shapes: Sequence[SpanShape], translate: Translate) -> ShapeTab
 
 
 def _formats(source: str, destination: str, rounding: str) -> int:
-    """The conversion as `Span.formats` of the kernel."""
     sizes = [ITEMSIZE[dtype].bit_length() - 1 for dtype in (source, destination)]
     numbers = FORMATS.index(source) << 8 | FORMATS.index(destination) << 16
     return 1 | ROUNDINGS.index(rounding) << 1 | numbers | sizes[0] << 24 | sizes[1] << 28
 
 
 def work_list_nbytes(batch: SpanBatch) -> int:
-    """An upper bound."""
     return 8 * batch.core.num_words
 
 

@@ -61,7 +61,6 @@ def import_engine() -> Any:
 
 
 def choose_protocol(options: BackendOptions) -> str:
-    """Raises `BackendUnavailable`."""
     wanted, present = options.wanted, _rdma_devices()
     if wanted is Transport.SHM:
         raise BackendUnavailable(
@@ -113,7 +112,6 @@ def check_environment(options: BackendOptions, protocol: str) -> None:
 
 
 def start_engine(module: Any, options: BackendOptions, protocol: str) -> Engine:
-    """Raises `BackendUnavailable`."""
     settings = {
         # A wait for a batch must end with the batch; the manager has deadlines.
         "MC_TRANSFER_TIMEOUT": str(2**31 - 1),
@@ -131,7 +129,6 @@ def start_engine(module: Any, options: BackendOptions, protocol: str) -> Engine:
 
 
 def outstanding_limit() -> int:
-    """`MAX_OUTSTANDING`, or the user's shorter queue."""
     text = os.environ.get("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "")
     return max(2, min(MAX_OUTSTANDING, int(text))) if text.isdecimal() and int(text) else MAX_OUTSTANDING
 

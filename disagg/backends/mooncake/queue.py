@@ -54,8 +54,6 @@ class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 @dataclass
 class _Flight:
-    """A chunk in the engine."""
-
     transfer: MooncakeTransfer
     num_pieces: int
     batch: int = 0

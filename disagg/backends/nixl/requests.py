@@ -128,11 +128,9 @@ class Requests:
         return handle
 
     def post(self, transfer: NixlTransfer) -> bool:
-        """Whether the transfer is still pending."""
         return bool(transfer.handles) and self._update(transfer, self._agent.postXferReq, "posting")
 
     def poll(self, transfer: NixlTransfer) -> bool:
-        """Whether the transfer is still pending."""
         return self._update(transfer, self._agent.getXferStatus, "transferring")
 
     def _update(self, transfer: NixlTransfer, call: Callable[[int], Any], what: str) -> bool:

@@ -56,7 +56,6 @@ def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str
 
 
 def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """Settings that the user's environment overrides."""
     return [
         f"{name}={environ[name]!r} is set, {value!r} was asked for"
         for name, value in settings.items()

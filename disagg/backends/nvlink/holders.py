@@ -49,7 +49,6 @@ class Mappings:
             self.seen.add(pid)
 
     def wait(self, timeout_s: float) -> tuple[int, ...]:
-        """Returns the `holders()` that remain after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while holders := self.holders():
             left = deadline - time.monotonic()

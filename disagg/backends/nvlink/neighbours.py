@@ -26,14 +26,12 @@ class Neighbour:
         self.is_provable = process.pid > 0 and self._is_listed() is True and not process.has_ended()
 
     def is_quiet(self) -> bool:
-        """The process has ended and the driver has freed its context."""
         with self._lock:
             if self.is_provable and not self._is_quiet:
                 self._is_quiet = self.process.has_ended() and self._is_listed() is False
             return self._is_quiet
 
     def _is_listed(self) -> bool | None:
-        """`None` if the driver cannot tell."""
         listed = compute_processes(self._gpu)
         return None if listed is None else self.process.pid in listed
 
@@ -58,7 +56,6 @@ class Neighbours:
             return known
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
-        """`False` for a process never met."""
         with self._lock:
             met = [neighbour for neighbour in self._met.values() if neighbour.process is process]
         return bool(met) and all(neighbour.is_quiet() for neighbour in met)

@@ -112,7 +112,6 @@ class Several(click.ParamType[Any]):
         self.name = f"{kind.name}[,...]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        """Raises `click.BadParameter`."""
         if isinstance(value, tuple):
             return value
         parts = [str(value)] if Path(str(value)).exists() else str(value).split(",")
@@ -170,7 +169,6 @@ def parse_sides(prefill: Sequence[str], decode: Sequence[str]) -> list[tuple[Sid
 
 
 def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connect: Sequence[str]) -> None:
-    """Raises `ConfigError`."""
     missing = [f"--{name}" for name in ("backend", "model", "tokens") if settings[name] is None]
     if missing or not prefill:
         raise ConfigError(f"options: expected {', '.join(missing or ['--prefill', '--decode'])} for a run, or --compare")

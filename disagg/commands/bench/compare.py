@@ -18,7 +18,6 @@ from disagg.core.errors import ConfigError
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Raises `ConfigError` naming the file and the invalid field."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Row])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -47,7 +46,6 @@ def _key(row: Row) -> Key:
 
 
 def _numbered(rows: Iterable[Row]) -> dict[Key, Row]:
-    """Repeated cases are numbered."""
     seen: Counter[Key] = Counter()
     found: dict[Key, Row] = {}
     for row in rows:

@@ -75,12 +75,10 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that every run delivers."""
         return sum(self.planned.nbytes.values())
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of the prefill and the decode instance."""
         return self.ranks.sources[0].about.name, self.ranks.destinations[0].about.name
 
 
@@ -290,7 +288,6 @@ def _over_sockets(prepared: Prepared) -> float:
 
 
 def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> float:
-    """GB/s of commands that start together."""
     soon = time.monotonic() + LEAD_S
     timed = {remote: msgspec.structs.replace(command, at=soon + remote.offset_s) for remote, command in commands.items()}
     moved = prepared.ranks.ask(timed, Moved)

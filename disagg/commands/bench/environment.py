@@ -40,7 +40,6 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def cpu_name() -> str:
-    """The architecture's name where the kernel names no processor."""
     found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found is not None else platform.machine()
 

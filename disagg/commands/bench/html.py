@@ -34,7 +34,6 @@ svg { max-width: 100%; height: auto; background: white; }
 
 
 def write_html(rows: Sequence[Row], path: Path) -> None:
-    """Raises `OSError`."""
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>",
         f"<title>disagg-bench</title><style>{STYLE}</style><h1>disagg-bench</h1>",

@@ -19,7 +19,6 @@ from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.errors import DisaggError
 
 STOP_S = 15.0
-"""How long a stopped thread may take."""
 TAIL_LINES = 15
 _ADDRESSES = re.compile(r"address=(\S+) driver=(\S+) ")
 

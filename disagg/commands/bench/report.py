@@ -282,7 +282,6 @@ def _place(percent: float, count: int) -> int:
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:
-    """The result is in ms."""
     found = sorted(1e3 * each for each in seconds) or [0.0]
     percentiles = {f"p{percent:g}": found[_place(percent, len(found))] for percent in (50, 90, 99, 99.9)}
     return {"min": found[0], "mean": statistics.fmean(found), **percentiles, "max": found[-1]}

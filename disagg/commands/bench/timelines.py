@@ -47,7 +47,6 @@ def write_timeline(file: Path, runs: Iterable[CaseRun]) -> None:
 
 
 def _opened(run: RankRun) -> list[Result]:
-    """The requests that the manager took."""
     return [result for result in run.report.results if result.phases]
 
 

@@ -15,7 +15,6 @@ from disagg.core.errors import ConfigError
 
 Kind = Literal["together", "poisson", "burst"]
 BURST = 8
-"""Requests of a burst."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):
@@ -37,7 +36,6 @@ class Arrivals:
 
     @property
     def per_s(self) -> float | None:
-        """`None` if all arrive together."""
         last = self.times_s[-1] if self.times_s else 0.0
         return len(self.times_s) / last if last else None
 

@@ -42,7 +42,6 @@ class Content:
         self._memory.push(self._pools.arena)
 
     def fill(self, items: Sequence[Item]) -> None:
-        """The canary is written everywhere else."""
         self._write(self._pools.arena, items)
         self._memory.push(self._pools.arena)
 

@@ -42,8 +42,6 @@ def rows_of(state: State, item: Item) -> Rows:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank of a side."""
-
     side: Side
     topology: Topology
 

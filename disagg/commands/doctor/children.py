@@ -45,7 +45,6 @@ class Child:
                 return found
 
     def send(self, line: Mapping[str, Any]) -> None:
-        """Raises `ChildFailed`."""
         try:
             self._process.send(json.dumps(line))
         except ChildEnded as error:

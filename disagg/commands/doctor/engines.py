@@ -64,7 +64,6 @@ def library_fix(library: str) -> str:
 
 
 def installed(engine: str) -> dict[str, str]:
-    """Versions by package."""
     found = {}
     for package in ENGINES[engine].packages:
         try:

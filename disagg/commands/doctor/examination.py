@@ -67,6 +67,5 @@ def _no_network_engine(names: Sequence[str], on_one_host: Sequence[str]) -> Find
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """OK if there are none."""
     order: Callable[[Level], int] = [Level.OK, Level.WARNING, Level.ERROR].index
     return max((finding.level for finding in findings), key=order, default=Level.OK)

@@ -67,6 +67,5 @@ def _kind(backend: str) -> Any:
 
 
 def declared_staging(backend: str, transport: str) -> StagingShape:
-    """No packing if the backend declares nothing before it runs."""
     kind = _kind(backend)
     return kind.staging_for(BackendOptions(transport=Transport(transport))) if isinstance(kind, SaysStaging) else StagingShape()

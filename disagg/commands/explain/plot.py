@@ -22,9 +22,7 @@ from disagg.layout.plan import ComponentPlan, SpanClass
 from disagg.layout.tables import TOKEN, TensorLayout
 
 MAX_SHOWN = 4
-"""Ranks of each side whose page is drawn."""
 MAX_LINES = 64
-"""Maximum lines of a page."""
 LABELLED_LINES = 20
 """Maximum lines of a page whose pieces are labelled."""
 UNUSED = "#e6e6e6"
@@ -88,7 +86,6 @@ def _draw_flows(axes: Any, pairs: Sequence[Pair], num_sources: int, num_destinat
 
 
 def _boxes(axes: Any, heights: Sequence[float], x: float, role: str) -> list[float]:
-    """Returns where each box begins."""
     gap, at, begins = 0.6 / max(len(heights), 4), 0.0, []
     spread = 1.0 + gap * 8
     free = (spread - sum(heights)) / (len(heights) + 1)

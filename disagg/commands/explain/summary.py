@@ -57,8 +57,6 @@ class NicShare(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """The NICs of each rank."""
-
     num_nics: int
     gbits: float
 

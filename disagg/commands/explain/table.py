@@ -66,7 +66,6 @@ def _key(part: Part) -> tuple[str, str, str]:
 
 
 def numbered(pairs: Sequence[Pair]) -> Mapping[tuple[str, str, str], int]:
-    """Each distinct reason, numbered by appearance."""
     keys = dict.fromkeys(_key(part) for pair in pairs for part in pair.components)
     return {key: number for number, key in enumerate(keys, 1)}
 

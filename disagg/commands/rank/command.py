@@ -96,7 +96,6 @@ def _rank_command(role: str) -> click.Command:
 
 
 def configure(role: str, given: Mapping[str, Any], *, file: Path | None, environ: Mapping[str, str]) -> RankConfig:
-    """Raises `ConfigError`."""
     texts = {key: value for key, value in given.items() if isinstance(value, str) or (value and isinstance(value, tuple))}
     flags = {key: value for key, value in given.items() if value is True}
     return RankConfig.load(file=file, environ=environ, texts=texts, role=role, **flags)

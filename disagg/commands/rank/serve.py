@@ -206,7 +206,6 @@ class Stop:
         return self._asked.is_set()
 
     def is_urgent(self) -> bool:
-        """Requests under way are not waited for."""
         return self._now.is_set()
 
 

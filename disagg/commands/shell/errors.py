@@ -57,7 +57,6 @@ def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def sentence(error: Exception) -> str:
-    """A file error gets the file's name."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -14,7 +14,6 @@ MAX_WIDTH = 10_000
 
 
 def indented_json(value: object) -> bytes:
-    """Ends with a line feed."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
@@ -41,7 +40,6 @@ def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right
 
 
 def table_text(table: Table) -> str:
-    """Lines have no spaces at their ends."""
     written = io.StringIO()
     show(table, Console(file=written, color_system=None))
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
