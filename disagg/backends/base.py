@@ -166,11 +166,11 @@ class Backend(Protocol):
         """Connect to a peer's engine, so that the first transfer is as fast as later ones. A restarted peer has another
         `epoch`.
 
-        `process` is the peer's process if the kernel attests it. Only with it may an engine copy by process id, or
-        conclude anything from a process's end; what an endpoint says about its process is not believed.
+        `process` is the peer's process if the kernel attests it. Only with it may an engine copy by process id, or conclude
+        anything from a process's end, whatever an endpoint says.
 
-        Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend, `PeerUnreachable` if the peer
-        cannot be reached.
+        Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend, `PeerUnreachable` if the peer cannot
+        be reached.
         """
 
     def submit(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:

@@ -31,8 +31,8 @@ def from_config(
 
     KV has the weights' dtype, or `kv_dtype`. With `kv_scale_block`, each head or latent has one float32 scale per block of
     that many elements, and the rotated part of a latent keeps the weights' dtype. Convolution windows have the weights'
-    dtype. Temporal states have `ssm_dtype`, by default the file's, else float32, as in servers (lightning attention: the
-    weights'). `draft_layers` adds the layers of multi-token prediction, as optional components.
+    dtype. Temporal states have `ssm_dtype`, by default the file's, else float32 (lightning attention: the weights').
+    `draft_layers` adds the layers of multi-token prediction, as optional components.
 
     Raises `ConfigError`, with the field's name and value, for a field that is missing or wrong and for state that is not
     supported.

@@ -210,9 +210,9 @@ def allocate(
 ) -> StagePools:
     """Allocate zeroed, page-aligned memory in one piece for everything that this rank's stage owns.
 
-    Tensors are arrays of bytes in their declared shape, the last axis in bytes. Pages of memory that are never touched cost
-    nothing. `place` may return the address and device of other memory with the same layout, for the components. Raises
-    `ConfigError` as `lay_out` does, or beyond the address space.
+    Tensors are arrays of bytes in their declared shape, the last axis in bytes. `place` may return the address and device of
+    other memory with the same layout, for the components. Raises `ConfigError` as `lay_out` does, or beyond the address
+    space.
     """
     layout = lay_out(model, topology, shape, start_layer=start_layer, end_layer=end_layer)
     arena = _arena(layout.nbytes)

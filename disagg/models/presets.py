@@ -50,9 +50,9 @@ def load_model(
 ) -> ModelSpec:
     """A model by name: a preset, a path, a model in the local cache, or a shape.
 
-    A path is that of a `config.json` or of a folder with one. `Qwen/Qwen3-8B` is looked up in the cache that Hugging Face's
-    tools fill (`HF_HUB_CACHE`, `HF_HOME`); nothing is downloaded. A shape is `32x8x128`: layers, KV heads of the whole model
-    and elements per head, in bfloat16, for a model of plain attention.
+    A path is that of a `config.json` or of a folder with one. An id such as `Qwen/Qwen3-8B` is looked up in Hugging Face's
+    cache (`HF_HUB_CACHE`, `HF_HOME`); nothing is downloaded. A shape is `32x8x128`: layers, KV heads of the whole model and
+    elements per head, in bfloat16.
 
     `num_layers` keeps only the first layers. The other arguments are those of `from_config`. Raises `ConfigError`, with
     similar names, for an unknown name, and as `from_config` does.

@@ -63,9 +63,9 @@ def _inner(axis: str, size: int, num_experts: int) -> Inner:
 def load_into_slot(
     pools: Mapping[str, Mapping[int, Any]], adapter: Mapping[str, Mapping[int, Any]], *, slot: int
 ) -> tuple[str, ...]:
-    """Write an adapter's matrices into `slot` of each pool tensor (`[slot, ...]`), by module and layer, and zeros for
-    modules that it lacks, since the slot may hold a previous adapter's. Returns the modules that a layer lacks, as
-    `module@layer`. Raises `ConfigError`, with nothing written, for a slot outside a pool and for weights of another shape.
+    """Write an adapter's matrices into `slot` of each pool tensor (`[slot, ...]`), and zeros for modules that it lacks,
+    since the slot may hold a previous adapter's. Returns the modules that a layer lacks, as `module@layer`. Raises
+    `ConfigError`, with nothing written, for a slot outside a pool and for weights of another shape.
     """
     for module, layers in pools.items():
         for layer, pool in layers.items():

@@ -5,9 +5,9 @@ engine return the status without blocking and without giving up. When they have 
 ended or is about to, and waiting for it returns at once. In a read every piece is such a task: after a failure it must be
 known of each whether the engine may still write here, and a batch with a failed piece does not say.
 
-One thread per peer posts and polls. Over TCP the caller does so for a few pieces, which takes less time than waking a
-thread. Between GPUs only the thread calls the engine, which once refused pieces when several threads did. There a task is
-seen to have ended only when nothing posted behind it is under way, so all that waits is posted together.
+One thread per peer posts and polls. Over TCP the caller does so for a few pieces, which is faster than waking a thread.
+Between GPUs only the thread calls the engine, which once refused pieces when several did. There a task is seen to have ended
+only when nothing posted behind it is under way, so all that waits is posted together.
 
 | the engine reports | status | why (tested, except those marked *) |
 |---|---|---|

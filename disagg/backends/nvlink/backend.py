@@ -16,8 +16,8 @@ that contains a region (`kernels.cu`). The peer's GPU does no work.
 | it lives, or is stopped | `fence`: `UNKNOWN` | likewise |
 | a copy with the peer is under way here | `fence`: `UNKNOWN` | it reads or writes the peer's memory |
 
-This was observed on H200 GPUs (driver 580, `tests/gpu/test_kill.py`, `benchmarks.gpu.fence`). NVIDIA calls it undefined
-behaviour to free exported memory before it is unmapped.
+This was observed on H200 GPUs (`tests/gpu/test_kill.py`, `benchmarks.gpu.fence`); NVIDIA calls it undefined behaviour to
+free exported memory before it is unmapped.
 
 CUDA cannot revoke a mapping, so `fence` has to prove that no kernel of the peer runs any more. NVML's list of processes with
 a context misses a context that a living process has yet to create; a pidfd misses a child that inherited the device files,
