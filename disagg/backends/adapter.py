@@ -53,7 +53,6 @@ class Adapter(Generic[Peer, Descriptor]):
 
     @property
     def index(self) -> RegionIndex:
-        """Raises `LocalProtocolError` before `register`."""
         if self._index is None:
             raise LocalProtocolError(f"backend {self.name!r}: register has not been called")
         return self._index
@@ -70,7 +69,6 @@ class Adapter(Generic[Peer, Descriptor]):
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), self.index.regions)
 
     def decode(self, endpoint: bytes) -> tuple[Descriptor, tuple[RemoteRegion, ...]]:
-        """Raises `RemoteProtocolError`."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
             return self._descriptors.decode(raw), regions

@@ -68,7 +68,6 @@ class Sample:
 
 
 def metrics_of(url: str) -> str:
-    """The URL of a rank's metrics. Raises `ConfigError` for another scheme than HTTP."""
     address = (url if "://" in url else f"http://{url}").rstrip("/")
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"url: expected http://HOST:PORT or HOST:PORT, found {url!r}")
@@ -76,7 +75,6 @@ def metrics_of(url: str) -> str:
 
 
 def read(url: str, *, timeout_s: float) -> Sample:
-    """If that fails or takes too long, the sample says why."""
     try:
         with urllib.request.urlopen(metrics_of(url), timeout=timeout_s) as answer:  # noqa: S310 - what the caller names
             text = answer.read().decode()
@@ -164,7 +162,6 @@ def is_bad(heading: str, cell: str) -> bool:
 
 
 def shown(urls: Sequence[str], before: Sequence[Sample | None], now: Sequence[Sample]) -> Group:
-    """What needs attention is red."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         table.add_column(

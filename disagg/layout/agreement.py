@@ -56,7 +56,6 @@ def encode_placements(components: Sequence[Component]) -> bytes:
 
 
 def decode_placements(data: bytes) -> dict[str, Placement]:
-    """Raises `RemoteProtocolError`."""
     try:
         return {placement.component: placement for placement in _PLACEMENTS.decode(data)}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -111,7 +110,6 @@ class Agreement:
         return self.outgoing.digest + self.incoming.digest
 
     def check_digests(self, theirs: bytes) -> None:
-        """Raises `LayoutError` if the peer has computed different elections."""
         if theirs[32:] + theirs[:32] != self.digests:
             raise LayoutError(f"plans differ: digest {self.digests.hex()[:16]}… here, {theirs[32:].hex()[:16]}… at the peer")
 
@@ -159,7 +157,6 @@ class Agreement:
         return writer_plans(self.outgoing, source=ours, destination=(rank % self.group_size, self.table, placements))
 
     def readers(self, local: LocalRank) -> frozenset[int]:
-        """Group ranks of the peer."""
         return frozenset(self.outgoing.readers(local.topology.group_rank))
 
     def writers(self, local: LocalRank, group: int) -> list[int]:

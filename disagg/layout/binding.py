@@ -68,7 +68,6 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         return tuple(found)
 
     def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
-        """The copies that `bind` returns."""
         columns = Columns() if out is None else out
         return CopyBatch.of_columns(*_native.expand(self.spans, self.runs, self.layers, num_threads, columns))
 
@@ -114,7 +113,6 @@ def bind_rows(
 
 
 def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
-    """The span classes for engines that compute addresses themselves."""
     spaces = plan.source, plan.destination
     return tuple(
         SpanShape(

@@ -97,7 +97,6 @@ def writer_plans(
 
 
 def reader_plan(layout: ComponentLayout, placement: Placement) -> ChecksumPlan:
-    """Everything that a destination rank owns of a component."""
     boxes = []
     for tensor in layout.tensors:
         if not tensor.layers:

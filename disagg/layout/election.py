@@ -41,7 +41,6 @@ class _Steps:
         self._taken = 0
 
     def take(self, number: int, where: str) -> None:
-        """Raises `LayoutError` beyond `MAX_STEPS`."""
         self._taken += number
         if self._taken > MAX_STEPS:
             raise LayoutError(f"{where}: the layouts have too many parts: comparing them takes more than {MAX_STEPS} steps")
@@ -199,7 +198,6 @@ def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tu
 
 
 def _check_tokens(owned: Sequence[Owned], where: str) -> None:
-    """Raises `LayoutError` unless each token of every request is owned exactly once."""
     if not _is_partition(tuple(owned)):
         raise LayoutError(
             f"{where}, axis 'token': expected sources that own each token once, found {', '.join(map(str, owned))}"

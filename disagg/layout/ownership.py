@@ -199,7 +199,6 @@ def overlap(source: Owned, destination: Owned, *, size: int) -> tuple[Piece, ...
 
 
 def _with_offsets(owned: Intervals) -> list[tuple[Interval, int]]:
-    """The intervals, sorted, with the local index of the first position of each."""
     offsets, before = [], 0
     for part in owned.parts:
         offsets.append((part, before))

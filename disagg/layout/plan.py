@@ -49,7 +49,6 @@ class SpanClass:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The scale of each pair of bases, if numbers are converted."""
         return () if self.conversion is None else self.conversion.scales
 
     @cached_property
@@ -92,7 +91,6 @@ def owned_tokens(space: RowSpace, num_tokens: int) -> Intervals | Periodic:
 
 
 def count_tokens(space: RowSpace, token: int, num_tokens: int) -> int:
-    """Owned tokens below `token`, of a request of `num_tokens`."""
     return owned_tokens(space, num_tokens).count_below(token)
 
 
@@ -126,7 +124,6 @@ class ComponentPlan:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Moved by this pair, sorted."""
         return tuple(sorted({int(layer) for span in self.spans for layer in span.layers}))
 
 

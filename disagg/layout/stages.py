@@ -69,7 +69,6 @@ def join_stages(describe: Callable[[], Sequence[Component]], *, topology: Topolo
 
 
 def _by_name(components: Sequence[Component]) -> dict[str, Component]:
-    """Raises `ConfigError` if two have the same name."""
     found = {component.name: component for component in components}
     if len(found) != len(components):
         raise ConfigError(f"expected each component once, found {[component.name for component in components]}")
@@ -77,7 +76,6 @@ def _by_name(components: Sequence[Component]) -> dict[str, Component]:
 
 
 def _join(name: str, stages: Sequence[Mapping[str, Layouts]], topology: Topology) -> Layouts:
-    """Each stage gives the layouts of its own ranks."""
     absent: Layouts = (None,) * topology.group_size
     given = [stage.get(name, absent) for stage in stages]
     if any(len(layouts) != topology.group_size for layouts in given):

@@ -125,7 +125,6 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def inner_axes(self) -> tuple[Axis, ...]:
-        """All axes but layer and token."""
         return tuple(axis for axis in self.axes if axis.name not in (LAYER, TOKEN))
 
 

@@ -73,7 +73,6 @@ class Fields:
         return self._names.get(key, key)
 
     def has(self, key: str) -> bool:
-        """Whether the file has the field; it may be null."""
         return self._name(key) in self._values
 
     def values(self) -> Mapping[str, Any]:
@@ -86,7 +85,6 @@ class Fields:
         )
 
     def raw(self, *keys: str) -> Any:
-        """The first of `keys` that is set."""
         names = [self._name(key) for key in keys]
         self._read.update(names)
         return next((self._values[name] for name in names if self._values.get(name) is not None), None)
@@ -96,7 +94,6 @@ class Fields:
         return next((key for key in keys if self._values.get(self._name(key)) is not None), " or ".join(keys))
 
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
-        """An integer from `least` to `most`."""
         value = self.raw(*keys)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -110,7 +107,6 @@ class Fields:
         return default if value is None else value
 
     def items(self, *keys: str, of: type) -> list[Any] | None:
-        """A list of strings or integers."""
         value = self.raw(*keys)
         if value is None:
             return None

@@ -60,7 +60,6 @@ def every_layer(kind: str) -> LayerRule:
 
 
 def alternating(first: str, second: str) -> LayerRule:
-    """`first` for even layers, `second` for odd ones."""
     return lambda _, num_layers: [second if layer % 2 else first for layer in range(num_layers)]
 
 
@@ -93,7 +92,6 @@ def exaone(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def window_if_set(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Mixtral, Phi-3: windows in all layers."""
     return [FULL if fields.raw("sliding_window") is None else SLIDING] * num_layers
 
 
@@ -156,7 +154,6 @@ def kimi(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def bamba(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Bamba: layers with attention, by index."""
     chosen = fields.items("attn_layer_indices", of=int) or []
     if any(not 0 <= layer < num_layers for layer in chosen):
         raise fields.error("attn_layer_indices", f"layers 0 to {num_layers - 1}", chosen)
@@ -164,14 +161,12 @@ def bamba(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def jamba(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Jamba: attention in one layer of each period."""
     period = fields.size("attn_layer_period", most=MAX_LAYERS)
     offset = fields.size("attn_layer_offset", least=0, most=period - 1)
     return [FULL if layer % period == offset else LINEAR for layer in range(num_layers)]
 
 
 def zamba(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Zamba: attention beside Mamba in the third layer and then in one layer of each period."""
     period = fields.size("attn_layer_period", most=MAX_LAYERS)
     offset = fields.size("attn_layer_offset", least=0, most=period - 1)
     inner = [HYBRID if layer % period == offset else LINEAR for layer in range(max(num_layers - 3, 0))]
@@ -179,7 +174,6 @@ def zamba(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def olmo_hybrid(_: Fields, num_layers: int) -> Sequence[str]:
-    """OLMo hybrid: full attention in every fourth layer, or in the last of fewer than four."""
     return [FULL if layer % 4 == 3 or (num_layers < 4 and layer == num_layers - 1) else LINEAR for layer in range(num_layers)]
 
 
@@ -191,13 +185,11 @@ def llama4(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def lfm2(fields: Fields, num_layers: int) -> Sequence[str]:
-    """LFM2: the layers with attention, by index, or all."""
     chosen = fields.items("full_attn_idxs", of=int)
     return [FULL if chosen is None or layer in chosen else CONV for layer in range(num_layers)]
 
 
 def lfm3(_: Fields, num_layers: int) -> Sequence[str]:
-    """LFM3: every second layer attends, in turn to all tokens and to a window."""
     order = {0: SLIDING, 2: FULL}
     return [order.get(layer % 4, CONV) if layer else CONV for layer in range(num_layers)]
 
@@ -212,7 +204,6 @@ def mimo(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def minimax_m3(fields: Fields, num_layers: int) -> Sequence[str]:
-    """MiniMax-M3: one flag per layer; full attention without flags."""
     sparse = fields.section("sparse_attention_config")
     chosen = sparse.items("sparse_attention_freq", of=int) or [0] * num_layers
     if any(chosen) and not sparse.flag("use_sparse_attention", default=True):

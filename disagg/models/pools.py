@@ -72,7 +72,6 @@ class PoolUse:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes of the other stages' layers."""
         return (self.total_layers - self.num_layers) * self.nbytes_per_layer
 
     def __str__(self) -> str:

@@ -18,8 +18,6 @@ from disagg.models.spec import ModelSpec, first_layers
 
 
 class _Presets(Mapping[str, ModelSpec]):
-    """Each is made when it is first looked up."""
-
     def __getitem__(self, name: str) -> ModelSpec:
         return _preset(name)
 
@@ -74,7 +72,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def _find(name: str) -> tuple[Any, str]:
-    """A model's config, and a short name for it."""
     if name in PUBLISHED:
         return PUBLISHED[name], name
     shape = _SHAPE.fullmatch(name)
@@ -100,7 +97,6 @@ def _path(path: Path) -> Path | None:
 
 
 def _cache() -> Path:
-    """Where Hugging Face's tools keep models."""
     given = os.environ.get
     home = Path(given("HF_HOME") or Path(given("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     return Path(given("HF_HUB_CACHE") or home / "hub").expanduser()

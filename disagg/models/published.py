@@ -25,7 +25,6 @@ def _gqa(model_type: str, num_layers: int, heads: int, kv_heads: int, dim: int, 
 
 
 def _mla(model_type: str, num_layers: int, **more: Any) -> Mapping[str, Any]:
-    """A model with DeepSeek-V3's latents."""
     return {"model_type": model_type, "num_hidden_layers": num_layers, "kv_lora_rank": 512, "qk_rope_head_dim": 64, **more}
 
 

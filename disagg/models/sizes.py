@@ -27,7 +27,6 @@ def gemma4(fields: Fields, kinds: Sequence[str]) -> OwnSizes:
 
 
 def _listed(fields: Fields) -> OwnSizes:
-    """`per_layer_config`, as transformers writes it."""
     section = fields.section("per_layer_config")
     values: dict[int, Mapping[str, Any]] = {}
     for key, value in section.values().items():

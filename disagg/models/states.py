@@ -23,22 +23,18 @@ SizeRule = Callable[[Fields], int]
 
 
 def kv_heads(fields: Fields) -> int:
-    """The file must give the number."""
     return _divisor(fields, fields.size("num_key_value_heads"))
 
 
 def kv_heads_or_all(fields: Fields) -> int:
-    """KV heads, by default `num_attention_heads`."""
     return _divisor(fields, fields.size("num_key_value_heads", default=fields.size("num_attention_heads")))
 
 
 def multi_query(fields: Fields) -> int:
-    """One KV head, or one per query head without `multi_query`."""
     return 1 if fields.flag("multi_query", default=True) else fields.size("num_attention_heads")
 
 
 def falcon_heads(fields: Fields) -> int:
-    """Falcon: `num_kv_heads` in the newer decoders, else as `multi_query`."""
     heads = fields.size("num_kv_heads", default=fields.size("num_attention_heads"))
     return _divisor(fields, heads) if fields.flag("new_decoder_architecture") else multi_query(fields)
 
@@ -68,12 +64,10 @@ def _divisor(fields: Fields, count: int) -> int:
 
 
 def head_dim(fields: Fields) -> int:
-    """The file must give it."""
     return fields.size("head_dim", "attention_head_dim")
 
 
 def head_dim_or_hidden(fields: Fields) -> int:
-    """Elements per head, by default `hidden_size / num_attention_heads`."""
     return hidden_per_head(fields) if fields.raw("head_dim") is None else head_dim(fields)
 
 
@@ -230,7 +224,6 @@ def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
 
 
 def mamba_head_dim(fields: Fields, heads: int) -> int:
-    """Heads must fill the inner size."""
     inner = _inner_size(fields)
     in_file = fields.raw("mamba_d_head")
     dim = inner // heads if in_file in (None, "auto") else fields.size("mamba_d_head")
@@ -240,7 +233,6 @@ def mamba_head_dim(fields: Fields, heads: int) -> int:
 
 
 def _inner_size(fields: Fields) -> int:
-    """Channels of a Mamba layer, by default `mamba_expand` hidden sizes."""
     if fields.raw("mamba_d_ssm") is not None:
         return fields.size("mamba_d_ssm")
     return fields.size("mamba_expand") * fields.size("hidden_size")
@@ -257,7 +249,6 @@ def mamba1(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 
 def lightning(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """The state has the weights' dtype by default."""
     heads, dim = fields.size("num_attention_heads"), head_dim_or_hidden(fields)
     roles = lightning_roles(num_heads=heads, key_head_dim=dim, value_head_dim=dim, dtype=dtypes.ssm or dtypes.weights)
     return _recurrent(layers, roles)
@@ -311,7 +302,6 @@ def v4_compressed(name: str, kind: str) -> StateMaker:
 
 
 def v4_index(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """One key per compressed entry."""
     return index(fields, layers, dtypes, ratio=_v4_ratio(fields, COMPRESSED))
 
 

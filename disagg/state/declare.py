@@ -349,7 +349,6 @@ def _tensor_layouts(
 
 
 def dtype_of(role: Role, component: str) -> str:
-    """Raises `ConfigError` without tensors and without a declared dtype."""
     for tensor in role.tensors.values():
         return raw_tensor(tensor).dtype
     if role.dtype is None:

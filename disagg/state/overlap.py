@@ -59,7 +59,6 @@ def _steps(tensor: RawTensor) -> Steps:
 
 
 def _near(tensors: Sequence[RawTensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of one device whose spans overlap, the lower address first."""
     order = sorted(
         (number for number, tensor in enumerate(tensors) if 0 not in tensor.shape),
         key=lambda number: (tensors[number].device, tensors[number].pointer),
@@ -96,7 +95,6 @@ def _is_sum(steps: Iterable[tuple[int, int]], total: int) -> bool:
 
 
 def _merge(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Fewer steps with the same sums, by ascending stride."""
     merged: list[tuple[int, int]] = []
     for stride, last in sorted(steps):
         if merged:

@@ -127,7 +127,6 @@ def _dim(by_layer: Mapping[int, RawTensor], axes: str, what: str) -> int:
 
 
 def pairs(tensors: Mapping[int, Any], axes: Sequence[str], *, what: str) -> dict[str, dict[int, RawTensor]]:
-    """K and V by role and layer, from pairs or from tensors with both along `kv`."""
     roles: dict[str, dict[int, RawTensor]] = {"k": {}, "v": {}}
     for layer, given in tensors.items():
         if "kv" in axes:

@@ -100,7 +100,6 @@ def compressed(
 
 
 def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int) -> list[Role]:
-    """Consecutive parts of pages: all keys, then all scales."""
     bound, start = [], 0
     total = num_keys * sum(role.inner["byte"].size for role in roles)
     for role in roles:

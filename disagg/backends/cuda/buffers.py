@@ -29,7 +29,6 @@ class Buffer:
         self.words: Words = np.frombuffer(memoryview(words), dtype=np.uint64)
 
     def fill(self, source: Words, destination: Words, nbytes: Words) -> tuple[int, int]:
-        """Returns the bytes that this part of a batch copies, and the bytes of the buffer that it fills."""
         count, words, start = len(nbytes), self.words, HEADER_WORDS
         words[:start] = 0
         words[start : start + count] = source

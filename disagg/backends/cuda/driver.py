@@ -48,7 +48,6 @@ def load_bindings() -> tuple[ModuleType, ModuleType]:
 
 
 def num_gpus() -> int:
-    """The number of visible GPUs; 0 without a driver."""
     try:
         driver, _ = load_bindings()
     except BackendUnavailable:
@@ -97,7 +96,6 @@ class Gpu:
         self.driver.cuDevicePrimaryCtxRelease(self.device)
 
     def peers(self) -> dict[bytes, int]:
-        """The ordinal of each visible GPU, by UUID."""
         count = int(self.call("cuDeviceGetCount"))
         return {bytes(self.call("cuDeviceGetUuid", self.call("cuDeviceGet", i)).bytes): i for i in range(count)}
 
@@ -134,7 +132,6 @@ class Gpu:
         return found.value
 
     def extent(self, address: int) -> tuple[int, int]:
-        """Base and bytes of the allocation or mapping that contains an address."""
         base, nbytes = self.call("cuMemGetAddressRange", address)
         return int(base), int(nbytes)
 

@@ -39,7 +39,6 @@ def compute_processes(gpu: bytes) -> frozenset[int] | None:
 
 
 def _pids(query: Callable[..., int], device: ctypes.c_void_p) -> frozenset[int] | None:
-    """`None` if the query fails."""
     count = ctypes.c_uint(0)
     status = query(device, ctypes.byref(count), None)
     while status == _INSUFFICIENT_SIZE:
@@ -53,7 +52,6 @@ def _pids(query: Callable[..., int], device: ctypes.c_void_p) -> frozenset[int] 
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    """NVML is never stopped. `None` if it is missing."""
     try:
         nvml = ctypes.CDLL(LIBRARY)
         for name in ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v3"):

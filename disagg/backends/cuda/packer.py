@@ -44,7 +44,6 @@ def _mix(x: int) -> int:
 
 
 def _key(seed: int, axis: int) -> int:
-    """Key of an axis's weights (`csrc/digest.hpp`)."""
     return _mix((seed + (axis + 1) * 0xD1B54A32D192ED03) & _MASK)
 
 
@@ -72,7 +71,6 @@ class GpuWork:
         self.completion = completion
 
     def query(self) -> bool:
-        """Whether the kernels are done; raises `BackendError`."""
         if self._event is not None and self._mover.is_past(self._event):
             self._event = None
         return self._event is None
@@ -248,7 +246,6 @@ class GpuMover:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Turns a `CudaError` into a `BackendError`."""
         try:
             with self.gpu.current():
                 yield

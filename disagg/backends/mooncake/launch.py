@@ -41,7 +41,6 @@ class Engine(Protocol):
 
 
 def import_engine() -> Any:
-    """Raises `BackendUnavailable` with the package to install."""
     try:
         # Read by the engine when it is loaded; below it a line is logged per chunk.
         with environment({"MC_LOG_LEVEL": "WARNING"}):
@@ -80,7 +79,6 @@ def choose_protocol(options: BackendOptions) -> str:
 
 
 def ip_refusal(host: str) -> str | None:
-    """Returns why the engine cannot reach a host that has only addresses of the other IP version."""
     try:
         found = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

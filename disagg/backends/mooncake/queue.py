@@ -280,7 +280,6 @@ class PeerQueue:
             self._land()
 
     def _settle_tasks(self) -> None:
-        """Stops at the first flight with a batch."""
         while self._flights and not self._flights[0].batch and self._has_ended(self._flights[0]):
             self._land()
 

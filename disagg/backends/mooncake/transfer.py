@@ -31,7 +31,6 @@ class Pieces:
 
 
 def cut(copies: CopyBatch, *, split: int) -> Pieces:
-    """Cuts the copies into pieces of 1 to `split` bytes."""
     local, remote, nbytes = copies.source, copies.destination, copies.nbytes
     if len(nbytes) and (int(nbytes.max()) > split or int(nbytes.min()) == 0):
         limit = np.uint64(split)
@@ -91,5 +90,4 @@ class MooncakeTransfer:
         return self.error is not None or self.num_posted == len(self.pieces)
 
     def fail(self, error: str) -> None:
-        """Post no more; the first error stays."""
         self.error = self.error or error

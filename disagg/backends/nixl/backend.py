@@ -210,7 +210,6 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         return peer
 
     def _load(self, descriptor: NixlDescriptor) -> None:
-        """NIXL loads an agent once for all its peers."""
         with self._lock:
             self.check_open()
             self._unanswered = [read for read in self._unanswered if read.poll() is TransferStatus.PENDING]

@@ -63,7 +63,6 @@ def load_bindings() -> ModuleType:
 
 
 def engine_errors(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """NIXL's own, and those that its bindings raise for C++ exceptions."""
     own = [c for c in vars(bindings).values() if isinstance(c, type) and issubclass(c, Exception)]
     return (*own, RuntimeError, ValueError, TypeError, IndexError, MemoryError)
 

@@ -53,8 +53,6 @@ class TransferOwner(Protocol):
 
 
 class NixlTransfer:
-    """One request for each pair of memory kinds in the batch."""
-
     completion = None
 
     def __init__(self, owner: TransferOwner, peer: NixlPeer, handles: list[int]) -> None:
@@ -80,7 +78,6 @@ class NixlTransfer:
         self._owner.release(self)
 
     def give_up(self, error: str) -> None:
-        """The first cause stays."""
         self.status = TransferStatus.UNSETTLED
         self.error = self.error or error
 
@@ -134,7 +131,6 @@ class Requests:
         return self._update(transfer, self._agent.getXferStatus, "transferring")
 
     def _update(self, transfer: NixlTransfer, call: Callable[[int], Any], what: str) -> bool:
-        """Asks until one request has failed."""
         left = []
         for handle in transfer.running:
             try:
@@ -178,7 +174,6 @@ def _are_on_gpu(index: RegionIndex, where: npt.NDArray[np.int64]) -> npt.NDArray
 def _by_kind(
     local: npt.NDArray[np.bool_], remote: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.bool_]]]:
-    """Which copies have each pair of (local, remote) kinds that occurs."""
     for local_gpu in (False, True):
         for remote_gpu in (False, True):
             chosen = (local == local_gpu) & (remote == remote_gpu)

@@ -174,7 +174,6 @@ class NvlinkEngine:
 
 
 def launch_shape(total: int, *, max_blocks: int) -> tuple[int, int]:
-    """Thread blocks, and bytes per tile."""
     warps = THREADS // 32
     blocks = max(1, min(max_blocks, total // (warps * MIN_TILE)))
     share = max(total // (blocks * warps * TILES_PER_WARP), 1)

@@ -29,7 +29,6 @@ class Mappings:
         """Process ids of all mappings found so far; 0: another namespace's."""
 
     def holders(self) -> tuple[int, ...]:
-        """The process id of each present mapping."""
         self._accept()
         ended = {id(connection) for connection, _ in self._held if _has_ended(connection)}
         for connection, _ in self._held:

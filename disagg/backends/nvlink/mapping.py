@@ -50,7 +50,6 @@ DECODER = msgspec.msgpack.Decoder(Descriptor)
 
 
 def gpu_of(regions: Sequence[MemoryRegion]) -> int:
-    """Raises `ConfigError` unless all regions are on one GPU."""
     devices = sorted({region.device for region in regions})
     if len(devices) != 1 or devices[0].kind == CPU.kind:
         found = ", ".join(map(str, devices)) or "no memory"
@@ -68,7 +67,6 @@ def export_memory(gpu: Gpu, regions: Sequence[MemoryRegion]) -> tuple[tuple[Allo
 
 
 def _extent(gpu: Gpu, region: MemoryRegion) -> tuple[int, int]:
-    """Base and bytes of a region's allocation; raises as `export_memory` does."""
     where = f"backend 'nvlink': the memory at {region.address:#x}"
     found = gpu.ordinal_of(region.address)
     if found != gpu.ordinal:
@@ -85,7 +83,6 @@ def _extent(gpu: Gpu, region: MemoryRegion) -> tuple[int, int]:
 
 
 def _merge_by_allocation(extents: dict[MemoryRegion, tuple[int, int]]) -> tuple[MemoryRegion, ...]:
-    """Merges touching regions within an allocation."""
     merged = []
     for base in sorted({base for base, _ in extents.values()}):
         inside = [MemoryRegion(r.address, r.nbytes) for r, (own, _) in extents.items() if own == base]
@@ -125,7 +122,6 @@ class NvlinkPeer(AdapterPeer):
 
     @property
     def is_own(self) -> bool:
-        """Whether the kernel attests that the memory is this process's."""
         return self.process is not None and self.process.pid == os.getpid()
 
     def map(self, gpu: Gpu, descriptor: Descriptor) -> None:
@@ -137,7 +133,6 @@ class NvlinkPeer(AdapterPeer):
         self.table = gpu.table(np.concatenate([starts, self.deltas]))
 
     def _open(self, gpu: Gpu, descriptor: Descriptor) -> dict[int, int]:
-        """Allocations' bases here, by their bases in the peer."""
         if self.is_own:  # mapped already
             return {allocation.base: allocation.base for allocation in descriptor.allocations}
         bases = {}

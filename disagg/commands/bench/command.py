@@ -98,7 +98,6 @@ def run_cases(
 
 
 def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
-    """Returns whether no case became worse."""
     found = comparing.compare(comparing.read_rows(before), comparing.read_rows(after), tolerance=tolerance)
     comparing.show(found, Console(), names=(str(before), str(after)), tolerance=tolerance)
     return not any(each.regressions for each in found)
@@ -162,7 +161,6 @@ def cases_of(
 
 
 def parse_sides(prefill: Sequence[str], decode: Sequence[str]) -> list[tuple[Side, Side]]:
-    """Raises `ConfigError` for an invalid side, or if there are not as many of both."""
     if len(prefill) != len(decode):
         raise ConfigError(f"sides: expected as many --decode as --prefill, found {len(decode)} and {len(prefill)}")
     return [(Side.parse(ours), Side.parse(theirs)) for ours, theirs in zip(prefill, decode, strict=True)]
@@ -179,7 +177,6 @@ def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connec
 
 
 def check_latency(settings: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` if requests would wait for each other."""
     if max(settings["concurrency"]) > 1:
         raise ConfigError(
             f"latency: expected --concurrency 1, found {max(settings['concurrency'])}: requests would wait for others"
@@ -187,7 +184,6 @@ def check_latency(settings: Mapping[str, Any]) -> None:
 
 
 def check_connected(cases: Sequence[Case]) -> None:
-    """Raises `ConfigError` if the cases need different ranks."""
     if len({(case.model, str(case.prefill), str(case.decode)) for case in cases}) > 1:
         raise ConfigError(f"connect: running ranks have one model and two sides, found {len(cases)} cases")
 

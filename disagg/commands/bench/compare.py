@@ -57,8 +57,6 @@ def _numbered(rows: Iterable[Row]) -> dict[Key, Row]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case in both runs, `None` if a run does not have it."""
-
     before: Row | None
     after: Row | None
     regressions: tuple[str, ...]

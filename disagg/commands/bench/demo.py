@@ -33,7 +33,6 @@ BACKENDS = ("cma", "nixl", "mooncake")
 
 
 def main() -> None:
-    """The exit status is 0 only if every byte was verified."""
     print(INTRODUCTION, flush=True)
     failed = [backend for backend in BACKENDS if not _moves(backend)]
     if failed:
@@ -43,7 +42,6 @@ def main() -> None:
 
 
 def _moves(backend: str) -> bool:
-    """Whether all bytes were correct and all ranks ended well."""
     arguments = ["--backend", backend, *SETTINGS]
     for prefill, decode in SIDES:
         arguments += ["--prefill", prefill, "--decode", decode]
@@ -57,7 +55,6 @@ def _moves(backend: str) -> bool:
 
 
 def _example() -> int:
-    """Returns the example's exit status. It checks that greedy tokens do not change."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if not EXAMPLE.is_file() or missing:
         why = f"{', '.join(missing)} missing" if missing else "the examples are not installed"

@@ -199,7 +199,6 @@ def _named(items: tuple[Item, ...], ids: Sequence[bytes]) -> tuple[Item, ...]:
 
 
 def _on_one_clock(report: RunReport, remote: Remote) -> RunReport:
-    """Times on the driver's clock."""
     moved = [
         msgspec.structs.replace(
             result,

@@ -53,7 +53,6 @@ class Remote:
         self.socket.send(msgspec.msgpack.encode(command))
 
     def receive(self, expected: type[AReply]) -> AReply:
-        """Raises `RankFailed` if the rank reports an error."""
         reply: AnyReply = _REPLIES.decode(self.socket.recv())
         if isinstance(reply, Failed):
             raise RankFailed(f"rank {self}: {reply.error}")
@@ -122,7 +121,6 @@ class Ranks:
             remote.offset_s = 0.0 if remote.about.boot_id == boot_id() else self._ahead(remote)
 
     def _ahead(self, remote: Remote) -> float:
-        """Taken from the fastest of several round trips."""
         tries = []
         for _ in range(9):
             before = time.monotonic()
@@ -181,7 +179,6 @@ def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[Star
 
 
 def _gpu(role: str) -> str:
-    """Both sides share the only GPU."""
     return f"cuda:{second_gpu() if role == 'decode' else 0}"
 
 

@@ -33,7 +33,6 @@ AXES = {**SWEPT, PIECES: "bytes per piece of the plan, mean", "page": "tokens of
 
 
 def check_plot(path: Path) -> None:
-    """Raises `ConfigError` if no picture can be drawn."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -86,7 +85,6 @@ def varied(rows: Sequence[Row]) -> tuple[str, list[str]]:
 
 
 def _settings(row: Row, names: Sequence[str]) -> list[str]:
-    """Such as `run pages 4` or `tp=2 → tp=1`."""
     found = {name: value_of(row, name) for name in names}
     return [value if isinstance(value, str) else f"{name.replace('_', ' ')} {value}" for name, value in found.items()]
 

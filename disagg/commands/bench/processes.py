@@ -180,7 +180,6 @@ class RankThread:
 
 
 def start(configs: Sequence[RankConfig], *, timeout_s: float) -> list[StartedRank]:
-    """If one fails to start, kill the others."""
     started: list[StartedRank] = []
     with ExitStack() as undo:
         for config in configs:

@@ -203,7 +203,6 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def lengths(self) -> str:
-        """Such as `512`, or `101-3250`."""
         return str(self.tokens) if self.shortest_tokens is None else f"{self.shortest_tokens}-{self.tokens}"
 
 
@@ -381,12 +380,10 @@ LATENCY_COLUMNS = (
 
 
 def latency_table(rows: Sequence[Row]) -> Table:
-    """Shows the spread of latencies in place of rates."""
     return plain_table(LATENCY_COLUMNS, map(latency_cells, rows), right=set(LATENCY_COLUMNS[8:17]) | {"tokens", "bytes"})
 
 
 def latency_cells(row: Row) -> tuple[str, ...]:
-    """`bytes` are those of a request."""
     times = (row.latency_ms[name] for name in ("min", "mean", "p50", "p90", "p99", "p99.9", "max"))
     per_request, last = size(row.bytes // row.requests), cells(row)[-3:]
     case = (row.backend, row.transport, row.model, row.lengths, per_request, row.prefill, row.decode, row.way, str(row.count))
@@ -397,7 +394,6 @@ PHASES_COLUMNS = ("backend", "transport", "prefill", "decode", "way", "run", "re
 
 
 def phases_table(rows: Sequence[Row]) -> Table | None:
-    """`None` if no request succeeded."""
     found = [cells for row in rows for cells in phases_cells(row)]
     return plain_table(PHASES_COLUMNS, found, right=PHASES_COLUMNS[5:]) if found else None
 
@@ -422,7 +418,6 @@ PACED_COLUMNS = ("prefill", "decode", "arrivals", "per s", "queue p50 ms", "queu
 
 
 def paced_table(rows: Sequence[Row]) -> Table | None:
-    """The table has only rows whose requests do not arrive together."""
     paced = [paced_cells(row) for row in rows if row.added_ms is not None]
     return plain_table(PACED_COLUMNS, paced, right=PACED_COLUMNS[3:]) if paced else None
 

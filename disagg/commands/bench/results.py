@@ -45,7 +45,6 @@ class Files(NamedTuple):
     csv: Path | None = None
 
     def check(self) -> None:
-        """Raises `ConfigError` before measuring if a file cannot be written."""
         for picture in filter(None, (self.plot, self.html and self.html.with_suffix(".svg"))):
             check_plot(picture)
         for file in filter(None, self):
@@ -79,7 +78,6 @@ def results_to(files: Files) -> Iterator[Results]:
 
 
 def print_rows(rows: Sequence[Row], *, latency: bool = False) -> None:
-    """`latency`: the first table has the spread of latencies in place of rates."""
     console = Console()
     show(latency_table(rows) if latency else table(rows), console)
     if not latency:

@@ -28,8 +28,6 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Host memory is the mirror itself."""
-
     def place(self, mirror: Bytes) -> tuple[int, Device]:
         return int(mirror.__array_interface__["data"][0]), Device()
 

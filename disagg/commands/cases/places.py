@@ -51,7 +51,6 @@ class RankPlace:
         return Place(tp=t.tp, tp_rank=t.tp_rank, ep=t.ep, cp=t.cp, cp_rank=t.cp_rank, context=self.side.context_kind)
 
     def tokens(self, num_tokens: int) -> Ints:
-        """Tokens of a request in this rank's pages, in memory order."""
         t = self.topology
         kind = self.side.context_kind
         rank = KVRank(layers=(), page_size=self.side.page, num_pages=1, cp=t.cp, cp_rank=t.cp_rank, context=kind)

@@ -100,7 +100,6 @@ class Side:
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep).at(rank)
 
     def model(self, name: str, *, num_layers: int | None = None) -> ModelSpec:
-        """The model with this side's KV."""
         spec = load_model(name, num_layers=num_layers, kv_dtype=self.kv)
         return spec if self.kv is None else replace(spec, states=tuple(_with_scales(state) for state in spec.states))
 

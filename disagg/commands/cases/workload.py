@@ -99,18 +99,15 @@ class Case:
         return self.arrivals.tokens[number] if self.arrivals.tokens else self.tokens
 
     def arrival_of(self, number: int) -> float:
-        """Seconds after the start."""
         return self.arrivals.times_s[number] if self.arrivals.times_s else 0.0
 
 
 def rows_needed(state: State, side: Side, case: Case, *, prefix: int) -> int:
-    """Rows on every rank of a side, including `SPARE_ROWS`."""
     shares = _shares(state, side, case, prefix)
     return max(sum(shares[first :: side.dp]) for first in range(side.dp)) + SPARE_ROWS
 
 
 def _shares(state: State, side: Side, case: Case, prefix: int) -> list[int]:
-    """Rows of each request, the same on all ranks of a group."""
     by_tokens: dict[int, int] = {}
     for tokens in {case.tokens_of(number) for number in range(case.requests)}:
         need = state.needed(tokens, prefix=prefix)
@@ -152,7 +149,6 @@ def _items_of_rank(
     prefix: int,
     groups: int,
 ) -> Iterator[Item]:
-    """Requests take the rows of each order one after the other."""
     used = dict.fromkeys(shares, 0)
     for number in range(place.topology.dp_rank, case.requests, place.side.dp):
         tokens = case.tokens_of(number)
@@ -224,7 +220,6 @@ def planned(
 
 
 def _sizes(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item | None) -> Iterator[tuple[int, int]]:
-    """Bytes and pieces of one request between two ranks, by component."""
     if destination is None:
         return
     for name, component in plan.components.items():

@@ -77,7 +77,6 @@ def writer(name: str) -> None:
 
 
 def _rounds(spend_s: float) -> Iterator[None]:
-    """At least three rounds."""
     stop, rounds = time.perf_counter() + spend_s, 0
     while rounds < 3 or time.perf_counter() < stop:
         rounds += 1
@@ -85,7 +84,6 @@ def _rounds(spend_s: float) -> Iterator[None]:
 
 
 def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: int) -> float:
-    """Seconds from submit to done."""
     copies = CopyBatch(*(np.array([value], dtype=np.uint64) for value in (here, there, nbytes)))
     started = time.perf_counter()
     transfer = backend.submit(peer, copies)
@@ -149,7 +147,6 @@ TASKS: dict[str, Callable[[str], None]] = {task.__name__: task for task in (owne
 
 
 def main() -> None:
-    """An error is reported as a line too."""
     task, _, argument = sys.argv[1].partition(":")
     try:
         TASKS[task](argument)

@@ -169,7 +169,6 @@ def _fix(error: str, machine: Machine) -> str:
 
 
 def cma(machine: Machine) -> Finding:
-    """Tested between two siblings."""
     try:
         with child("byte", machine.environ) as owner, child("copy", machine.environ) as reader:
             reader.send(owner.answer())

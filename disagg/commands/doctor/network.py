@@ -14,7 +14,6 @@ GREETING_S = 1.0
 
 
 def peer(address: str) -> Finding:
-    """`host:port` or `tcp://host:port`. Raises `ConfigError` for an invalid address."""
     host, port = parse_address(address if "://" in address else f"tcp://{address}", what="peer")
     where = f"{bracketed(host)}:{port}"
     started = time.perf_counter()

@@ -26,8 +26,6 @@ class Count(NamedTuple):
 
 
 class CopyCounter:
-    """Reuses the memory that copies are bound in."""
-
     def __init__(self) -> None:
         self._columns = Columns()
 
@@ -58,13 +56,11 @@ def _parts(bound: BoundRows) -> Iterator[BoundRows]:
 
 
 def mean_run_at_destination(bound: BoundRows) -> float:
-    """The mean does not depend on the source's order."""
     nbytes, runs = bound.at_destination()
     return nbytes / runs
 
 
 def run_end_reason(span: SpanClass, plan: ComponentPlan) -> str:
-    """Why runs of this span class end where they do."""
     if plan.source.tokens is None:
         if not span.dims:
             return "the state of a layer is contiguous on both sides"

@@ -42,7 +42,6 @@ class Instance:
 
 
 def instance_of(case: Case, role: str, *, model: str, consecutive: bool) -> Instance:
-    """Rows are those that the benchmark deals, or the first ones of every pool."""
     ours = role == "prefill"
     side, peer, prefix = (case.prefill, case.decode, 0) if ours else (case.decode, case.prefill, case.prefix_hit)
     spec = side.model(model, num_layers=case.num_layers)

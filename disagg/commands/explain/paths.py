@@ -51,7 +51,6 @@ def explain_pair(
 
 
 def _part(name: str, division: Division, writes: int) -> Part:
-    """`writes`: staging buffers that its packed bytes fill."""
     ways = {
         path: PathShare(*count, descriptors=writes if path == "packed" else count.runs)
         for path, count in division.counts.items()
@@ -113,7 +112,6 @@ def _only(whole: BoundRows, spans: tuple[int, ...]) -> BoundRows:
 
 
 def _why(bound: BoundRows, total: Count) -> str:
-    """How long runs are, and why they are not longer."""
     spans = [bound.plan.spans[number] for number, runs in zip(bound.numbers, bound.runs, strict=True) if len(runs)]
     widest = max(spans or bound.plan.spans, key=lambda span: span.nbytes)
     mean = f"runs of {size(total.nbytes / total.runs)}" if total.runs else "nothing"

@@ -30,7 +30,6 @@ FORMATS = ("pdf", "png", "svg")
 
 
 def plot(explanation: Explanation, file: Path) -> None:
-    """Raises `ConfigError` for an unknown format, or without matplotlib."""
     if file.suffix.removeprefix(".").lower() not in FORMATS:
         raise ConfigError(f"plot: expected a file name that ends in one of {', '.join(FORMATS)}, found {str(file)!r}")
     try:
@@ -53,7 +52,6 @@ def colour(rank: int) -> Any:
 
 
 def reader_colour(rank: int) -> Any:
-    """The colours differ from the prefill ranks'."""
     import matplotlib as mpl
 
     return mpl.colormaps["Set3"](rank % 12)
@@ -147,7 +145,6 @@ def page_of(explanation: Explanation, name: str, role: str, rank: int, *, side: 
 
 
 def split_axis(tensor: TensorLayout) -> str:
-    """The inner axis that is divided among ranks, or the first one."""
     return next((a.name for a in tensor.inner_axes if isinstance(a.owned, Intervals)), tensor.inner_axes[0].name)
 
 
@@ -186,7 +183,6 @@ def _in_first_row(span: SpanClass, side: int, base: int) -> bool:
 
 
 def _draw_memory(figure: Any, explanation: Explanation) -> None:
-    """Draws pages of the first component with pages, or else the first component."""
     parts = [part for pair in explanation.summary.pairs for part in pair.components]
     paged = [part for part in parts if explanation.source.spec.state(part.name).rows == "pages"]
     if not parts:

@@ -101,7 +101,6 @@ def parse_link(text: str) -> Link:
 
 
 def link_seconds(pairs: Sequence[Pair], link: Link) -> float:
-    """Counts only the bytes of the busiest rank, sent or received."""
     moved = Counter[tuple[str, int]]()
     for pair in pairs:
         moved["prefill", pair.source] += pair.bytes
@@ -138,7 +137,6 @@ def nic_shares(pairs: Sequence[Pair], *, num_nics: int, cuts: bool) -> Iterator[
 
 
 def hot_spots(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> Iterator[str]:
-    """Includes prefill ranks that move nothing."""
     written, received = Counter[int](), Counter[int]()
     for pair in pairs:
         written[pair.source] += pair.bytes

@@ -40,7 +40,6 @@ def distinct(pairs: Sequence[Pair]) -> Sequence[Pair]:
 
 
 def pairs_table(found: Summary, shown: Sequence[Pair]) -> Table:
-    """The number refers to the reasons below the table."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("prefill", "decode", "component"):
         table.add_column(name, no_wrap=True)
@@ -76,7 +75,6 @@ def reasons(pairs: Sequence[Pair]) -> Iterator[str]:
 
 
 def fans(found: Summary) -> Iterator[str]:
-    """Ranks with the same figures share a line."""
     for role, verbs, partners, other in (
         ("prefill", ("writes to", "write to"), found.fan_out, "decode"),
         ("decode", ("is written by", "are written by"), found.fan_in, "prefill"),

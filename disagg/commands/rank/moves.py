@@ -42,7 +42,6 @@ def _check_source(block: Block, arena_nbytes: int) -> None:
 
 
 def move_raw(resident: ResidentRank, command: MoveRaw) -> Moved:
-    """One thread per block. Raises `TransferFailed`."""
     arena = resident.pools.arena
     base = arena.__array_interface__["data"][0]
 

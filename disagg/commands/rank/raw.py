@@ -22,7 +22,6 @@ CHUNK_NBYTES = 1 << 20
 
 
 def memcpy_gbps(arena: Bytes, nbytes: int) -> float:
-    """Copies by one thread into pages that were touched before."""
     nbytes = min(nbytes, arena.nbytes)
     target = np.ones(nbytes, dtype=np.uint8)
     began = time.perf_counter()
@@ -87,7 +86,6 @@ class Sink:
 
 
 def pour(address: tuple[str, int], number: int, content: memoryview, timeout_s: float) -> None:
-    """Returns once all of a block has arrived. Raises `TransferFailed`."""
     with socket.create_connection(address, timeout=timeout_s) as connection:
         connection.sendall(number.to_bytes(8, "little"))
         connection.sendall(content)

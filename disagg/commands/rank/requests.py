@@ -34,8 +34,6 @@ def payload_of(item: Item) -> bytes:
 
 
 class Requests:
-    """The requests of one `Start`, in a thread."""
-
     def __init__(self, manager: KVManager, content: Content, command: Start) -> None:
         self._manager = manager
         self._content = content
@@ -99,7 +97,6 @@ class Requests:
             self._end(item, error, now)
 
     def _arrives_in_s(self) -> float | None:
-        """`None` if there are no more requests."""
         return self._begin + self._waiting[0].arrival_s - time.monotonic() if self._waiting else None
 
     def _open(self) -> None:

@@ -167,8 +167,6 @@ _DECODER: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyComma
 
 
 class PeerWatch:
-    """Reports when a peer becomes ready, and when it is lost."""
-
     def __init__(self, resident: ResidentRank, report: Callable[[str], None]) -> None:
         self._resident = resident
         self._report = report

@@ -52,7 +52,6 @@ class ChildProcess:
         return f"signal {signal.Signals(-status).name if -status in {each.value for each in signal.Signals} else -status}"
 
     def send(self, line: str) -> None:
-        """Raises `ChildEnded`."""
         assert self._process.stdin is not None
         data = memoryview(line.encode() + b"\n")
         try:
@@ -80,7 +79,6 @@ class ChildProcess:
         return ChildEnded(self.wait(timeout_s=3.0) or "a closed pipe, while it runs")
 
     def wait(self, *, timeout_s: float) -> str | None:
-        """`None` if it still runs after `timeout_s`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self.ending

@@ -20,8 +20,6 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Imports a subcommand when it is used."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
         return list(COMMANDS)
@@ -36,7 +34,6 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """The error for an unknown word names similar ones."""
         meant = did_you_mean(args[0], COMMANDS)
         if meant and args[0] not in COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r} ({meant})")

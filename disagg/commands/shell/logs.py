@@ -34,13 +34,11 @@ class JsonLines(logging.Formatter):
 
 
 def json_line(message: str, *, source: str, level: int = logging.INFO) -> str:
-    """Formats what is printed like a line of the log."""
     record = logging.makeLogRecord({"name": source, "levelno": level, "levelname": logging.getLevelName(level), "msg": message})
     return JsonLines().format(record)
 
 
 def error_line(message: str, *, source: str) -> str:
-    """Formats an error like the command's log."""
     is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
     return json_line(message, source=source, level=logging.ERROR) if is_json else message
 

@@ -30,7 +30,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: Collection[str]) -> Table:
-    """The columns in `right` are aligned to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
