@@ -77,7 +77,7 @@ class BackendOptions:
 
 
 ADDRESS_SPACE = 256
-"""How often lent slots are reserved as addresses, for an engine that pins no memory."""
+"""How many times lent slots are reserved as addresses, for an engine that pins no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class StagingShape:
 
     Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A receiver lends `num_lent`
     slots, up to `window` of them to one writer, which packs into `window` + `spares` buffers. Slots are reported and
-    lent `at_once`, but never more than half a window together. `address_space`: how often the lent slots are reserved
+    lent `at_once`, but never more than half a window together. `address_space`: how many times the lent slots are reserved
     as addresses (`LentSlots`). `gathers_from`: see `Gathering`.
     """
 
