@@ -25,7 +25,7 @@ from disagg.machine.tcp import EngineConnections, Ports
 logger = logging.getLogger(__name__)
 
 TAIL = 4
-"""One per connection that the engine keeps to a peer by default."""
+"""Tasks of their own at the end of a chunk: one per connection that the engine keeps to a peer by default."""
 _PROBE_S = 0.5
 """Interval and timeout of probes of a peer with unsettled transfers."""
 _STUCK_S = 3.0
@@ -40,7 +40,7 @@ _REFUSED = (0, 2**64 - 1)
 
 
 class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """It also listens on `ports`."""
+    """An engine's address. It also listens on `ports`."""
 
     host: str
     port: int
