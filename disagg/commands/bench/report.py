@@ -152,7 +152,7 @@ class Row(msgspec.Struct, frozen=True):
     * `problem`: where a byte was wrong. `ending`: what went wrong when the ranks were to end.
     * `core_s_per_gb`: CPU seconds of all ranks per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling. Where
       cores are the limit, their quotient bounds `ratio`. `cpu_percent`: of the median run; 100 is one core.
-    * `ways`: bytes by path. `thresholds`: if `pack_below` is `None`, the packing thresholds, by origin.
+    * `ways`: bytes by path. `thresholds`: the packing thresholds of the prefill ranks, by origin: `declared` or `set`.
     """
 
     backend: str
