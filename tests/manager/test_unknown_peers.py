@@ -405,7 +405,7 @@ def test_what_shows_only_when_the_peer_is_known_fails_the_request() -> None:
 def test_a_rank_that_cannot_join_its_leader_says_so(
     caplog: pytest.LogCaptureFixture, size: int, listens: bool, problem: str
 ) -> None:
-    managers = []
+    managers: list[KVManager] = []
     try:
         for tp, rank in ((2, 0), (size, 1)):
             side = Side(tp=tp)
