@@ -136,7 +136,8 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             model_weights code_revision trust_remote_code quantization quantization_config allow_deprecated_quantization
             hf_token word_embeddings_untied_by_checkpoint"""),
         _row(_NONE, _TOKENS, "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init renderer_num_workers"),
-        _row(_NONE, _PICTURES, "multimodal_config allowed_local_media_path allowed_media_domains"),
+        _row(_REQUEST, "each item's hash, with the server's processor options and pruning", "multimodal_config"),
+        _row(_NONE, _PICTURES, "allowed_local_media_path allowed_media_domains"),
         _row(_NONE, _SAMPLING, """
             seed return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay logits_processors
             io_processor_plugin pooler_config runner convert"""),

@@ -7,14 +7,14 @@ blocks of 16.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY, BOS, EOS, MAX_TOKENS = 320, 256, 257, 2048
 ADAPTER_RANK = 8
@@ -77,8 +77,9 @@ def _gpt_oss() -> Any:
     return model
 
 
-def _gemma3() -> Any:
-    config = transformers.Gemma3TextConfig(
+def small_gemma3() -> Any:
+    """The configuration of the model `gemma3`: windows in two of three layers."""
+    return transformers.Gemma3TextConfig(
         **_SMALL,
         num_hidden_layers=6,
         num_attention_heads=8,
@@ -88,7 +89,10 @@ def _gemma3() -> Any:
         sliding_window_pattern=3,
         query_pre_attn_scalar=32,
     )
-    model = transformers.Gemma3ForCausalLM(config)
+
+
+def _gemma3() -> Any:
+    model = transformers.Gemma3ForCausalLM(small_gemma3())
     with torch.no_grad():  # tied embeddings of this size repeat the last token
         model.model.embed_tokens.weight.mul_(0.2)
     return model
@@ -276,17 +280,25 @@ def save_model(model: Any, folder: Path) -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    """One token for each byte, and two special ones."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def write_tokenizer(
+    folder: Path, more: Mapping[str, int] = {}, added: Sequence[AddedToken] = (), *, template: str = TEMPLATE, **names: str
+) -> Any:
+    """One token for each byte, two special ones, and `more`, which are `added` whole to what is split; some have `names`."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<s>": BOS, "</s>": EOS}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<s>": BOS, "</s>": EOS, **more}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    tokenizer.add_tokens([token for token in added if not token.special])
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=MAX_TOKENS
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=MAX_TOKENS, extra_special_tokens=names
     )
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.chat_template = template
     fast.save_pretrained(folder)
+    return fast
 
 
 def write_adapter(folder: Path, *, seed: int) -> Path:

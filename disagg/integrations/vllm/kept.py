@@ -197,6 +197,8 @@ class Keeper:
         """Why the state of `num_tokens` tokens is not whole, if so."""
         if request.prompt_embeds is not None:
             return "prompts of embeddings cannot be compared with longer ones"
+        if problem := self._prompts.problem(request):
+            return problem
         if not self._prompts.is_known(request):
             return "its adapter is still being read"
         if not 0 < num_tokens <= request.num_computed_tokens:

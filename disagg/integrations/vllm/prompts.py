@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import torch
+from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.request import Request
 
 from disagg.integrations.adapters import Adapters
@@ -15,13 +18,19 @@ from disagg.integrations.vllm.metadata import HandOff
 
 
 class Prompts:
-    def __init__(self) -> None:
+    def __init__(self, config: VllmConfig) -> None:
         self._adapters = Adapters()
+        self._item_options = _item_options(config.model_config)
+        self._items_problem = _items_problem(config)
 
     def is_known(self, request: Request) -> bool:
         """Whether digests can be computed. The first request of a large adapter begins to read it."""
         adapter = self._adapter(request)
         return adapter is None or adapter.done()
+
+    def problem(self, request: Request) -> str:
+        """Why other servers cannot use the request's state; empty if they can."""
+        return self._items_problem if request.mm_features else ""
 
     def digest(self, request: Request, num_tokens: int) -> str:
         """Empty while it is unknown, which equals no digest."""
@@ -64,9 +73,32 @@ class Prompts:
         for item in request.mm_features:
             at = item.mm_position
             if at.offset < num_tokens:
-                yield "item", f"{at.offset} {at.length} {item.identifier}"
+                name = secrets.token_hex(16) if self._items_problem else item.mm_hash or item.identifier
+                yield "item", f"{at.offset} {at.length} {name}{self._item_options}"
         if request.cache_salt:
             yield "salt", request.cache_salt
         if request.prompt_embeds is not None:
             rows = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8)
             yield "embeddings", hashlib.blake2b(rows.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _item_options(model: ModelConfig) -> str:
+    """What shapes an item's embeddings besides what vLLM hashes; empty by default."""
+    options = model.multimodal_config
+    if options is None:
+        return ""
+    found = {"processor": options.mm_processor_kwargs, "pruning": options.get_video_pruning_spec()}
+    given = {name: value for name, value in found.items() if value}
+    return json.dumps(given, sort_keys=True, default=repr) if given else ""
+
+
+def _items_problem(config: VllmConfig) -> str:
+    model = config.model_config
+    options = model.multimodal_config
+    if options is None:
+        return ""
+    if options.mm_processor_cache_gb == 0 and not config.cache_config.enable_prefix_caching:
+        return "without prefix caching and with --mm-processor-cache-gb 0 vLLM numbers items instead of hashing them"
+    if options.is_multimodal_pruning_enabled() and model.uses_mrope:
+        return "with --video-pruning-rate the positions of a prompt with items come from its encoder, which decode does not run"
+    return ""

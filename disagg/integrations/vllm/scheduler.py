@@ -111,7 +111,7 @@ class SchedulerHalf:
         self._groups = read_groups(kv, dcp=config.parallel_config.decode_context_parallel_size)
         self._exact = not all(group.is_incremental for group in self._groups)
         self._window_page = math.gcd(*(group.block_size for group in self._groups if group.window is not None)) or 1
-        self._prompts = Prompts()
+        self._prompts = Prompts(config)
         self._leader: RankAddress | None = None
         self._bootstrap: Bootstrap | None = None
         self._manager: KVCacheManager | None = None
@@ -221,7 +221,7 @@ class SchedulerHalf:
 
     def _begin(self, request: Request, request_id: bytes, *, first_token: bool) -> Prefill | None:
         num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
-        if num_tokens == 0:
+        if num_tokens == 0 or self._prompts.problem(request):
             return None
         self._prompts.is_known(request)  # starts reading its adapter
         if self._exact and not first_token:

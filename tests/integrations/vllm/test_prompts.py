@@ -6,11 +6,13 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import MultiModalConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
@@ -126,9 +128,61 @@ def test_embeddings(pair: tuple[Engine, Engine]) -> None:
         check_hand_over(pair, None, {"prompt_embeds": given}, {"prompt_embeds": own}, loads=given is own)
 
 
-def item(identifier: str, *, at: int) -> MultiModalFeatureSpec:
+def item(identifier: str, *, at: int, mm_hash: str | None = None) -> MultiModalFeatureSpec:
     """An image of 20 tokens."""
-    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=at, length=20))
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=at, length=20), mm_hash)
+
+
+def prompts_of(*, mrope: bool = True, caching: bool = True, **options: Any) -> Prompts:
+    """Those of a model that takes images, by vLLM's options for them."""
+    model = SimpleNamespace(multimodal_config=MultiModalConfig(**options), uses_mrope=mrope)
+    config: Any = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=caching))
+    return Prompts(config)
+
+
+def request_of(*items: MultiModalFeatureSpec) -> Request:
+    return Request("r", list(range(64)), SamplingParams(max_tokens=1), pooling_params=None, mm_features=list(items))
+
+
+def test_items_that_have_no_name_or_need_the_encoder_are_not_handed_over() -> None:
+    """VLLM counts items that it need not hash. It corrects positions by the encoder's output if it has pruned a video."""
+    pictured, plain = request_of(item("renderer0-mm-1-image-0", at=8)), request_of()
+    for prompts_ in (prompts_of(mm_processor_cache_gb=0, caching=False), prompts_of(video_pruning_rate=0.5)):
+        assert prompts_.problem(pictured)
+        assert not prompts_.problem(plain)
+        assert prompts_.digest(pictured, 64) != prompts_.digest(pictured, 64)
+        assert prompts_.digest(pictured, 8) == prompts_.digest(plain, 8)
+        assert prompts_.digest(plain, 64) == prompts_of().digest(plain, 64)
+    for prompts_ in (
+        prompts_of(),
+        prompts_of(mm_processor_cache_gb=0),
+        prompts_of(caching=False),
+        prompts_of(video_pruning_rate=0.5, mrope=False),
+    ):
+        assert not prompts_.problem(pictured)
+        assert prompts_.digest(pictured, 64) == prompts_.digest(pictured, 64)
+
+
+def test_digests_name_how_items_become_embeddings() -> None:
+    request, plain = request_of(item("one", at=8)), request_of()
+    given: list[dict[str, Any]] = [
+        {},
+        {"mm_processor_kwargs": {"image_mean": [0.1]}},
+        {"mm_processor_kwargs": {"image_mean": [0.2]}},
+        {"video_pruning_rate": 0.5, "mrope": False},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2", "mrope": False},
+    ]
+    every = [prompts_of(**options) for options in given]
+    assert len({prompts_.digest(request, 64) for prompts_ in every}) == len(given)
+    assert len({prompts_.digest(plain, 64) for prompts_ in every}) == 1
+    reordered = prompts_of(mm_processor_kwargs={"b": 1, "a": 2}).digest(request, 64)
+    assert reordered == prompts_of(mm_processor_kwargs={"a": 2, "b": 1}).digest(request, 64)
+
+
+def test_adapters_of_a_tower_have_other_names_on_each_server() -> None:
+    """VLLM puts the adapter's name into an item's identifier; its weights are in the digest."""
+    one, other = (request_of(item(f"{name}:hash", at=8, mm_hash="hash")) for name in ("mine", "yours"))
+    assert prompts_of().digest(one, 64) == prompts_of().digest(other, 64)
 
 
 def test_digest_differs_whenever_vllms_own_hashes_differ() -> None:
@@ -146,7 +200,7 @@ def test_digest_differs_whenever_vllms_own_hashes_differ() -> None:
         *({"prompt_embeds": rows, "prompt_token_ids": None} for rows in embeddings),
         {"prompt_embeds": embeddings[0].bfloat16(), "prompt_token_ids": None},
     ]
-    every, prompt_digests = [], Prompts()
+    every, prompt_digests = [], prompts_of()
     for fields in variants:
         given = {"prompt_token_ids": tokens, **fields}
         every.append(
@@ -160,7 +214,7 @@ def test_digest_differs_whenever_vllms_own_hashes_differ() -> None:
 
 def test_embeddings_have_nothing_in_common_with_a_kept_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of embeddings is kept. A client that names all the digests of its own makes no server compute them."""
-    num_tokens, prompts_ = 64 * 32, Prompts()
+    num_tokens, prompts_ = 64 * 32, prompts_of()
     embeddings = torch.randn(num_tokens, 8)
     request = Request("r", None, SamplingParams(max_tokens=1), pooling_params=None, prompt_embeds=embeddings)
     kept = HandOff(
