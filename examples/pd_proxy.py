@@ -68,6 +68,7 @@ KEEP_ALIVE_S = 2.0
 DRAIN_INTERVAL_S = 0.05
 """How often a server that drains is looked at."""
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+ITEMS = ("image", "audio", "video")
 DONE = b"data: [DONE]\n\n"
 LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
@@ -509,6 +510,8 @@ def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> st
         return f"{path}: {prefill.engine} hands over nothing to {decode.engine} there"
     if has_several_prompts(body) and not (prefill.is_sglang and decode.is_sglang):
         return "prompt: expected one, found a list: vLLM hands over one prompt of a request"
+    if prefill.is_sglang != decode.is_sglang and has_items(body):
+        return f"images, audio and videos: {prefill.engine} and {decode.engine} write different tokens for them"
     if path == RESPONSES and body.get("background"):
         return "background: decode answers before it has the state of the prompt"
     several = [count for count in num_answers(body) if count not in (None, 1)]
@@ -521,6 +524,17 @@ def has_several_prompts(body: Body) -> bool:
     """Whether a completion is asked for a list of prompts: of texts, or of lists of tokens."""
     prompt = body.get("prompt")
     return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
+def has_items(body: Body) -> bool:
+    """Whether the prompt has images, audio or videos."""
+    turns = [turn for name in ("messages", "input") for turn in listed(body.get(name)) if isinstance(turn, Mapping)]
+    parts = [part for turn in turns for part in listed(turn.get("content")) if isinstance(part, Mapping)]
+    return any(body.get(f"{kind}_data") or any(kind in str(part.get("type")) for part in parts) for kind in ITEMS)
+
+
+def listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
 
 
 def num_answers(body: Body) -> Iterator[Any]:

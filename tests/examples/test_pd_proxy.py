@@ -594,6 +594,34 @@ def test_vllm_decode_gives_several_answers_of_one_prefill() -> None:
     run(scenario, StandIn(prefills), StandIn(decodes))
 
 
+WITH_IMAGE = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+WITH_SOUND = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
+
+
+@pytest.mark.parametrize("content", [WITH_IMAGE, WITH_SOUND], ids=["image", "sound"])
+def test_items_are_not_handed_over_between_engines(content: list[Any]) -> None:
+    """VLLM and SGLang write different tokens in place of an image."""
+    path = "/v1/chat/completions"
+    body = {"model": "model", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+
+    async def alone(pair: Pair) -> None:
+        assert (await pair.post(body, path=path))[0] == 200
+        assert (pair.prefill.asked, len(pair.decode.bodies(path))) == ([], 1)
+
+    async def refused(pair: Pair) -> None:
+        status, text, _ = await pair.post(body, path=path)
+        assert (status, pair.prefill.asked, pair.decode.asked) == (400, [], [])
+        assert "different tokens" in json.loads(text)["error"]["message"]
+
+    async def handed_over(pair: Pair) -> None:
+        assert (await pair.post(body, path=path))[0] == 200
+        assert (len(pair.prefill.bodies(path)), len(pair.decode.bodies(path))) == (1, 1)
+
+    run(alone, sglang(prefills), StandIn(decodes))
+    run(refused, StandIn(prefills), sglang(decodes))
+    run(handed_over, StandIn(prefills), StandIn(decodes))
+
+
 def test_lists_of_prompts() -> None:
     """VLLM's decode computes them; SGLang gives each prompt a room of its own, from the one that it gets."""
     body = {**COMPLETION, "prompt": ["a", "b"]}
