@@ -165,6 +165,7 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
         "--debug-tensor-dump-input-file": options.debug_tensor_dump_input_file,
         "--language-only": options.language_only,
         "--enable-memory-saver": features.enable_memory_saver,
+        "encoder-decoder model": scheduler.model_config.is_encoder_decoder,
     }
     found = [option for option, given in refused.items() if given]
     if found:

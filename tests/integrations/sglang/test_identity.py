@@ -123,7 +123,15 @@ def test_a_model_without_a_file_needs_the_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["dllm_algorithm", "enable_mis", "debug_tensor_dump_input_file", "language_only", "enable_memory_saver"]
+    "option",
+    [
+        "dllm_algorithm",
+        "enable_mis",
+        "debug_tensor_dump_input_file",
+        "language_only",
+        "enable_memory_saver",
+        "is_encoder_decoder",
+    ],
 )
 def test_options_that_change_states_or_their_memory_are_refused(option: str) -> None:
     given = {
@@ -132,6 +140,7 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
         "debug_tensor_dump_input_file": None,
         "language_only": False,
         "enable_memory_saver": False,
+        "is_encoder_decoder": False,
     }
     parallel = SimpleNamespace(
         enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False, enable_cp_tp_group_sharing=False, attn_dcp_size=1
@@ -139,10 +148,11 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
 
     def check(**options: Any) -> None:
         args = SimpleNamespace(**{**given, **options})
-        check_options(SimpleNamespace(enable_hisparse=False, server_args=args), parallel, args)
+        check_options(SimpleNamespace(enable_hisparse=False, server_args=args, model_config=args), parallel, args)
 
     check()
-    with pytest.raises(ConfigError, match=f"expected no --{option.replace('_', '-')}"):
+    named = "encoder-decoder model" if option == "is_encoder_decoder" else f"--{option.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"expected no {named}"):
         check(**{option: "x"})
 
 

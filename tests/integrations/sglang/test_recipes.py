@@ -97,7 +97,8 @@ def test_the_plug_in_refuses(name: str) -> None:
             enable_cp_tp_group_sharing=False,
             attn_dcp_size=1,
         )
-        scheduler = SimpleNamespace(server_args=options, enable_hisparse=False)
+        model_config = SimpleNamespace(is_encoder_decoder=False)
+        scheduler = SimpleNamespace(server_args=options, enable_hisparse=False, model_config=model_config)
         features = SimpleNamespace(enable_memory_saver=False)
         check_options(scheduler, parallel, features)
         scheduler.enable_hisparse = name == "--enable-hisparse"
