@@ -89,6 +89,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     pair = PAIRS[request.param]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("DISAGG_VERIFY", "full")
+        patch.setenv("DISAGG_CONNECTION_LIMITS", "heartbeat_timeout_s=30")  # five servers on two cores stop each other for 9 s
         started = start(write_model(pair.model, tmp_path_factory.mktemp("model") / pair.model), pair, stack)
         yield started
         for server in (started.vllm, started.sglang_decode, started.sglang_prefill):
