@@ -86,7 +86,9 @@ def read(url: str, *, timeout_s: float) -> Sample:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         return Sample(time.monotonic(), {}, str(reason) or type(reason).__name__)
-    return Sample(time.monotonic(), values, "" if values else "no metrics")
+    is_rank = any(name == "disagg_healthy" for name, _ in values)
+    problem = "" if is_rank else "these are not a rank's metrics; expected the address of its metrics_port"
+    return Sample(time.monotonic(), values, problem)
 
 
 def quantile(before: Sequence[tuple[float, float]], now: Sequence[tuple[float, float]], share: float) -> float | None:

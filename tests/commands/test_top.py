@@ -149,3 +149,20 @@ def test_an_answer_that_is_cut_is_a_problem() -> None:
         thread.start()
         assert "IncompleteRead" in read(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=DEADLINE_S).problem
         thread.join()
+
+
+@pytest.mark.parametrize("body", [b"", b"# TYPE vllm:disagg_healthy gauge\nvllm:disagg_healthy 1.0\n"])
+def test_metrics_of_another_server_are_not_a_dead_rank(body: bytes) -> None:
+    def answer() -> None:
+        with server.accept()[0] as accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"127.0.0.1:{server.getsockname()[1]}"
+        now = read(url, timeout_s=DEADLINE_S)
+        thread.join()
+    assert problems(url, now) == f"{url}: these are not a rank's metrics; expected the address of its metrics_port"
+    assert row(url, None, now)[1] != "dead"
