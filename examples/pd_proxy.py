@@ -1359,16 +1359,32 @@ class Proxy:
         raise failure
 
 
-def addresses(given: list[list[str]]) -> Iterator[str]:
-    """The addresses of servers, without a slash at the end."""
-    return (address.rstrip("/") for addresses in given for address in addresses)
+def address(text: str) -> str:
+    """The address of a server, without a slash at the end."""
+    try:
+        url = URL(text)
+        is_valid = url.scheme in ("http", "https") and bool(url.host)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise argparse.ArgumentTypeError(f"expected http://HOST:PORT, found {text!r}")
+    return text.rstrip("/")
+
+
+def port(text: str) -> int:
+    """The number of a port; 0 for any that is free."""
+    if not 0 <= int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"expected 0 to 65535, found {text!r}")
+    return int(text)
 
 
 def main() -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--prefill", nargs="+", action="append", required=True, metavar="URL", help="servers that prefill")
-    parser.add_argument("--decode", nargs="+", action="append", required=True, metavar="URL", help="servers that decode")
+    for side in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{side}", nargs="+", action="extend", type=address, required=True, metavar="URL", help=f"servers that {side}"
+        )
     parser.add_argument("--retry-s", type=float, default=30.0, metavar="SECONDS", help="how long to try a request again")
     parser.add_argument(
         "--keep", action="store_true", help="let vLLM's decode keep each answer's state for prefill of the next turn"
@@ -1377,11 +1393,10 @@ def main() -> None:
         "--move", action="store_true", help="let streams of vLLM's decode servers go on at others when one of them is drained"
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=port, default=8000)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    prefills, decodes = list(addresses(given.prefill)), list(addresses(given.decode))
-    proxy = Proxy(prefills, decodes, retry_s=given.retry_s, keep=given.keep, move=given.move)
+    proxy = Proxy(given.prefill, given.decode, retry_s=given.retry_s, keep=given.keep, move=given.move)
     try:
         web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
     except OSError as error:  # the port is in use, or not ours to take

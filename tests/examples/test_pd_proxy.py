@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse, ClientSession, web
 
-from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end
+from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end, main
 
 WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
 COMPLETION = {"model": "model", "prompt": "Prefill computes, decode", "max_tokens": 4}
@@ -1345,3 +1346,29 @@ def test_an_answer_that_is_cut_off(path: str) -> None:
 
 async def read_all(answer: ClientResponse) -> bytes:
     return await answer.read()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(
+            ("--prefill", value)
+            for value in ("localhost:8100", "", "ftp://a:1", "http://:8100", "http://a:x", "http://a:70000")
+        ),
+        ("--decode", "a:8200"),
+        ("--port", "99999"),
+        ("--port", "-1"),
+    ],
+)
+def test_a_wrong_address_or_port_is_named_at_the_start(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(web, "run_app", lambda *_, **__: pytest.fail("it serves"))
+    given = {"--prefill": "http://a:8100/", "--decode": "https://b", "--port": "8000", option: value}
+    monkeypatch.setattr(sys, "argv", ["pd_proxy", *(f"{name}={text}" for name, text in given.items())])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (*_, sentence) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"pd_proxy: error: argument {option}: expected ")
+    assert sentence.endswith(f"found {value!r}")
