@@ -233,6 +233,17 @@ def test_the_engine_gathers_pieces_if_half_the_threshold_is_contiguous_at_the_de
     assert all(("gathers them" in part.reason) is (way == "direct") for part in parts)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(16, "page; not below 8 KiB,"), (5, "page; those of full pages are not below 8 KiB,")]
+)
+def test_the_decision_is_by_full_pages(tokens: int, said: str) -> None:
+    (pair,) = summary(case("tp=1", "tp=1", num_layers=1, tokens=tokens, backend="cma")).pairs
+    (part,) = pair.components
+    assert (part.way, part.run_bytes_mean) == ("direct", 512 * tokens)
+    assert said in part.reason
+    assert ("full pages" in part.reason) is (part.run_bytes_mean < 8192)
+
+
 def test_consecutive_pages_are_longer_runs() -> None:
     same = case("tp=1", "tp=1", tokens=256)
     one_page, whole = (explain_request(ExplainRequest(case=same, consecutive=flag)).summary for flag in (False, True))
@@ -275,8 +286,10 @@ TINY = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=4", "--decode", "t
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((*TINY, "--prefill", "tp=x"), ("'tp=x'",)),
-        ((*TINY, "--prefill", "pp=3,layers=1+1+1"), ("add up to 4", "[1, 1, 1]")),
+        ((*TINY[:4], "--prefill", "tp=x", *TINY[6:]), ("'tp=x'",)),
+        ((*TINY[:4], "--prefill", "pp=3,layers=1+1+1", *TINY[6:]), ("add up to 4", "[1, 1, 1]")),
+        ((*TINY, "--prefill", "tp=2"), ("--prefill", "expected one side, found tp=4 and tp=2")),
+        ((*TINY, "--tokens", "16777217"), ("tokens: expected at most 16777216, found 16777217",)),
         ((*TINY, "--decode-model", "llama-3-8b"), ("'kv'", "'dim'", "64", "128")),
         ((*TINY, "--decode-model", "deepseek-v3.2"), ("required", "does not have it")),
         ((*TINY, "--backend", "pigeon"), ("'pigeon'", "nixl")),

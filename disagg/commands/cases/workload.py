@@ -17,7 +17,7 @@ from disagg.commands.cases.places import RankPlace, rows_of
 from disagg.commands.cases.sides import Side
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.layout.agreement import decode_placements
-from disagg.layout.binding import bind_rows
+from disagg.layout.binding import MAX_TOKENS, bind_rows
 from disagg.layout.election import elect
 from disagg.layout.plan import TransferPlan, make_plan
 from disagg.layout.tables import LayoutTable
@@ -68,6 +68,8 @@ class Case:
         for name in ("tokens", "requests", "concurrency", "repeat", "run_pages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.tokens > MAX_TOKENS:
+            raise ConfigError(f"tokens: expected at most {MAX_TOKENS}, found {self.tokens}")
         if self.pack_below is not None and self.pack_below < 0:
             raise ConfigError(f"pack-below: expected at least 0, found {self.pack_below}")
         for name in ("chunk_tokens", "warm_up"):

@@ -31,11 +31,25 @@ Examples:
 """
 
 
+def only_one(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> str:
+    """Refuse a second side, which makes a second case in `disagg-bench`. Raises `click.BadParameter`."""
+    if len(given) > 1:
+        raise click.BadParameter(f"expected one side, found {' and '.join(given)}")
+    return given[0]
+
+
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--model", help=options.MODEL_HELP)
 @click.option("--decode-model", metavar="MODEL", help="Model of the decode side, if it differs; mismatches are named.")
-@click.option("--prefill", required=True, metavar="SIDE", help="The prefill side, such as tp=4,pp=2,page=16,layout=nhd.")
-@click.option("--decode", required=True, metavar="SIDE", help="The decode side.")
+@click.option(
+    "--prefill",
+    required=True,
+    multiple=True,
+    callback=only_one,
+    metavar="SIDE",
+    help="The prefill side, such as tp=4,pp=2,page=16,layout=nhd.",
+)
+@click.option("--decode", required=True, multiple=True, callback=only_one, metavar="SIDE", help="The decode side.")
 @click.option("--tokens", type=click.IntRange(1), required=True, help="Length of the request.")
 @options.prefix_hit
 @options.layers

@@ -90,7 +90,8 @@ def _divide(name: str, whole: BoundRows, engine: Engine, counter: CopyCounter) -
     if not below:
         return Division(directly, f"{why}; packing is off: the threshold is 0")
     if not small:
-        return Division(directly, f"{why}; not below {engine.threshold}")
+        which = "those of full pages are " if total.nbytes < total.runs * below else ""
+        return Division(directly, f"{why}; {which}not below {engine.threshold}")
     if not whole.has_copies(MIN_PIECES):
         return Division(directly, f"{why}; fewer than {MIN_PIECES} runs do not justify a staging buffer's two messages")
     chosen = _only(whole, small)
