@@ -97,10 +97,15 @@ def test_a_closed_port_a_tiny_mount_and_a_wrong_setting_are_one_report(tmp_path:
 
 
 def test_errors_are_one_sentence() -> None:
-    ended = run("--no-engines", "--peer", "nowhere")
-    assert ended.returncode == 2
-    (sentence,) = ended.stderr.splitlines()
-    assert "'tcp://nowhere'" in sentence
+    for arguments, named in (
+        (("--peer", "nowhere"), "expected HOST:PORT, found 'nowhere'"),
+        (("--engine", "nixl"), "--no-engines starts none"),
+        (("--json", "/nonexistent/x"), "there is no folder /nonexistent"),
+    ):
+        ended = run("--no-engines", *arguments)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        (sentence,) = ended.stderr.splitlines()
+        assert named in sentence
     assert "disagg doctor --peer" in run("--help").stdout
     assert json.loads(run("--no-engines", "--json", "-").stdout)["findings"]
 
@@ -432,7 +437,7 @@ def test_settings_that_exclude_rdma_or_gpus(tmp_path: Path, name: str, value: st
 
 def test_a_closed_port_is_explained() -> None:
     with held_port() as port:
-        finding = network.peer(f"127.0.0.1:{port}")
+        finding = network.peer("127.0.0.1", port)
     assert finding.level is Level.ERROR
     assert "refuses connections" in finding.cause
     assert f"ss -tlnp 'sport = :{port}'" in finding.fix
@@ -456,7 +461,7 @@ def test_a_port_that_drops_packets(monkeypatch: pytest.MonkeyPatch) -> None:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         until(lambda: num_to_accept(full) > 0)
-        finding = network.peer(f"127.0.0.1:{full.getsockname()[1]}")
+        finding = network.peer(*full.getsockname())
         for one in waiting:
             one.close()
     assert finding.level is Level.ERROR
@@ -467,7 +472,7 @@ def test_a_control_port_is_told_apart_from_other_ports(monkeypatch: pytest.Monke
     monkeypatch.setattr(network, "GREETING_S", DEADLINE_S)
     channel = Channel("tcp://127.0.0.1:0")
     try:
-        assert network.peer(channel.address).level is Level.OK
+        assert network.peer(*network.parse_peer(channel.address)).level is Level.OK
     finally:
         channel.close()
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -479,15 +484,25 @@ def test_a_control_port_is_told_apart_from_other_ports(monkeypatch: pytest.Monke
 
         thread = threading.Thread(target=greet)
         thread.start()
-        finding = network.peer(f"127.0.0.1:{other.getsockname()[1]}")
+        finding = network.peer(*other.getsockname())
         thread.join()
         assert finding.level is Level.WARNING
         assert "SSH-2.0" in finding.cause
         monkeypatch.setattr(network, "GREETING_S", 0.1)
-        assert "sent nothing" in network.peer(f"127.0.0.1:{other.getsockname()[1]}").cause
+        assert "sent nothing" in network.peer(*other.getsockname()).cause
+
+
+def test_a_rank_without_keys_counts_no_refusal_of_a_probe() -> None:
+    with contextlib.closing(Channel("tcp://127.0.0.1:0")) as rank, contextlib.closing(Channel("tcp://127.0.0.1:0")) as other:
+        assert network.peer(*network.parse_peer(rank.address)).level is Level.OK
+        other.connect(1, rank.address)
+        other.send(1, b"after the probe")
+        other.flush()
+        until(lambda: list(rank.poll(0)))
+        assert rank.refused == 0
 
 
 def test_invalid_names_and_addresses() -> None:
-    assert "cannot be resolved" in network.peer("no-such-host.invalid:7000").cause
-    with pytest.raises(ConfigError, match="nowhere"):
-        network.peer("nowhere")
+    assert "cannot be resolved" in network.peer("no-such-host.invalid", 7000).cause
+    with pytest.raises(ConfigError, match="expected HOST:PORT, found 'nowhere'"):
+        next(examine(Machine(), peers=("127.0.0.1:7000", "nowhere")))

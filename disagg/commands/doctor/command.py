@@ -12,6 +12,7 @@ from disagg.commands.doctor.engines import ENGINES
 from disagg.commands.doctor.examination import examine, worst
 from disagg.commands.shell.errors import one_sentence
 from disagg.commands.shell.text import indented_json
+from disagg.core.errors import ConfigError
 from disagg.machine.findings import Finding, Level, Machine
 
 EPILOG = """\b
@@ -67,6 +68,10 @@ def doctor(
     """Examine this machine's hardware, limits and settings, start every engine in child processes, and report problems: the
     cause, the consequence, and the command that fixes it. Exit status 1 if there is an error.
     """
+    if names and not start_engines:
+        raise ConfigError("engine: --no-engines starts none; omit one of both")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"{json_file}: there is no folder {json_file.parent}")
     quiet = str(json_file) == "-"
     findings = []
     examined = examine(

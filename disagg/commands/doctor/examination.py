@@ -25,6 +25,7 @@ def examine(
     without names, all may be missing where engines of one host work. `watch_s`: how long to watch the traffic of RDMA
     devices. Raises `ConfigError` for an invalid peer.
     """
+    where = [network.parse_peer(address) for address in peers]
     yield from rdma(machine, required=require_rdma)
     if not machine.rdma_devices:
         yield memlock(machine, rdma=False)
@@ -36,8 +37,8 @@ def examine(
     yield congestion(machine)
     yield retransmission(machine)
     yield from environment(machine)
-    for address in peers:
-        yield network.peer(address)
+    for host, port in where:
+        yield network.peer(host, port)
     if not start_engines:
         yield ptrace(machine)
         return

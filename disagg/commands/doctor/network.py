@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import time
 
 from disagg.core.address import bracketed, parse_address
+from disagg.core.errors import ConfigError
 from disagg.machine.findings import Finding, Level, ok
 
 CONNECT_S = 3.0
 GREETING_S = 1.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+"""What a DEALER without keys sends in ZMTP 3.0's handshake, after its greeting."""
+MAX_ANSWER_NBYTES = 1024
 
 
-def peer(address: str) -> Finding:
-    host, port = parse_address(address if "://" in address else f"tcp://{address}", what="peer")
+def parse_peer(address: str) -> tuple[str, int]:
+    """The host and port of `host:port` or `tcp://host:port`. Raises `ConfigError`."""
+    try:
+        return parse_address(address if "://" in address else f"tcp://{address}", what="peer")
+    except ConfigError as error:
+        raise ConfigError(f"peer: expected HOST:PORT, found {address!r}") from error
+
+
+def peer(host: str, port: int) -> Finding:
     where = f"{bracketed(host)}:{port}"
     started = time.perf_counter()
     try:
@@ -52,6 +65,7 @@ def _greeting(connection: socket.socket, where: str, took_s: float) -> Finding:
     except OSError:
         found = b""
     if found[:1] == b"\xff":
+        _finish(connection)
         return ok("peer", f"{where} is a control port and responds in {1e3 * took_s:.1f} ms")
     return Finding(
         "peer",
@@ -60,3 +74,12 @@ def _greeting(connection: socket.socket, where: str, took_s: float) -> Finding:
         "it is not a control port of this library, so the handshake will fail",
         "ss -tlnp on that host names the process; use the address that the rank prints as address=",
     )
+
+
+def _finish(connection: socket.socket) -> None:
+    """Finish the handshake, or a rank without keys would count and log a refused connection."""
+    found = b""
+    with contextlib.suppress(OSError):
+        connection.sendall(GREETING + READY)
+        while b"READY" not in found and len(found) < MAX_ANSWER_NBYTES and (part := connection.recv(MAX_ANSWER_NBYTES)):
+            found += part
