@@ -72,6 +72,12 @@ def test_the_command_marks_regressions_and_exits_with_1(tmp_path: Path) -> None:
     same = tmp_path / "one.json"
     same.write_bytes(to_json([ROW]))
     assert "1 case, 0 worse by more than 10%" in run(str(same), str(same)).stdout
+    none = tmp_path / "none.json"
+    none.write_text("[]")
+    empty = run(str(none), str(none))
+    assert (empty.returncode, empty.stdout) == (2, "")
+    assert f"{none}: expected rows written by disagg-bench --json, found none" in empty.stderr
+    assert run(str(same), str(none)).returncode == 1
     unread = run(str(before), str(wrong))
     assert unread.returncode == 2
     (sentence,) = unread.stderr.splitlines()

@@ -98,7 +98,10 @@ def run_cases(
 
 
 def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
-    found = comparing.compare(comparing.read_rows(before), comparing.read_rows(after), tolerance=tolerance)
+    rows = comparing.read_rows(before)
+    if not rows:
+        raise ConfigError(f"compare: {before}: expected rows written by disagg-bench --json, found none")
+    found = comparing.compare(rows, comparing.read_rows(after), tolerance=tolerance)
     comparing.show(found, Console(), names=(str(before), str(after)), tolerance=tolerance)
     return not any(each.regressions for each in found)
 
