@@ -17,6 +17,7 @@ AUTO_GPU = "nvlink"
 """`auto`'s first choice for GPU memory. It reaches GPUs of this host only."""
 AUTO = ("nixl", "mooncake")
 """Network engines: `auto` uses the first that starts."""
+WITHOUT_NICS = (AUTO_HOST, AUTO_GPU, "local")
 
 
 def available() -> tuple[str, ...]:
@@ -34,9 +35,12 @@ def load(name: str, options: BackendOptions, *, gpu: bool = False) -> Backend:
     """The backend called `name`; `gpu`: for memory on a GPU.
 
     `auto` is `AUTO_GPU` or `AUTO_HOST`, unless `options` ask for another transport, and the first of `AUTO` that
-    starts. Raises `ConfigError` for an unknown name, `BackendUnavailable` if the engine cannot be used here.
+    starts. Raises `ConfigError` for an unknown name, or devices for an engine without NICs, `BackendUnavailable` if the
+    engine cannot be used here.
     """
     if name != "auto":
+        if options.devices and name in WITHOUT_NICS:
+            raise ConfigError(f"devices: backend {name!r} uses no NIC, found {', '.join(options.devices)}")
         return _factory(name)(options)
     reasons: list[str] = []
     preferred, over = (AUTO_GPU, (Transport.AUTO,)) if gpu else (AUTO_HOST, (Transport.AUTO, Transport.SHM))

@@ -39,6 +39,13 @@ def test_running_ranks_keep_their_devices(bench: Bench) -> None:
     assert "device-nic: running ranks keep" in ended.err
 
 
+@pytest.mark.parametrize("backend", ["cma", "local"])
+def test_an_engine_without_nics_refuses_devices(bench: Bench, backend: str) -> None:
+    ended = bench("--backend", backend, *SHORT, "--device-nic", "lo")
+    assert ended.status == 1
+    assert f"devices: backend {backend!r} uses no NIC, found lo" in ended.err
+
+
 def test_the_phases_of_the_median_request_add_up_to_its_time(bench: Bench) -> None:
     ended = bench("--backend", "local", *SHORT)
     assert ended.status == 0, ended.err
