@@ -56,6 +56,20 @@ def test_a_wrong_option_is_one_sentence(capsys: pytest.CaptureFixture[str], name
     assert sentence.endswith(f"; see {name} --help")
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "kind"),
+    [
+        ("disagg explain", "--tokens", "integer"),
+        ("disagg-bench", "--tokens", "integer"),
+        ("disagg-bench", "--repeat", "integer"),
+        ("disagg doctor", "--watch", "float"),
+    ],
+)
+def test_a_word_for_a_number_is_named(capsys: pytest.CaptureFixture[str], name: str, option: str, kind: str) -> None:
+    _, _, err = ended(capsys, name, option, "x")
+    assert err == f"{name}: Invalid value for '{option}': 'x' is not a valid {kind}; see {name} --help\n"
+
+
 @pytest.mark.parametrize(("word", "meant"), [("prefil", "prefill"), ("dekode", "decode"), ("zzzz", None)])
 def test_a_misspelt_command_is_one_sentence_with_those_that_may_be_meant(
     capsys: pytest.CaptureFixture[str], word: str, meant: str | None

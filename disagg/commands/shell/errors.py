@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -28,7 +29,8 @@ def main(command: click.Command, name: str) -> NoReturn:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else name
-        print(f"{path}: {error.format_message().rstrip('.')}; see {path} --help", file=sys.stderr)
+        message = re.sub(r"(is not a valid (integer|float)) range\b", r"\1", error.format_message())  # click's name of its type
+        print(f"{path}: {message.rstrip('.')}; see {path} --help", file=sys.stderr)
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
