@@ -11,7 +11,8 @@ import msgspec
 
 from disagg.config import Config, public_key
 from disagg.core.address import bracketed, is_wildcard, parse_address
-from disagg.settings import meaning
+from disagg.core.errors import ConfigError
+from disagg.settings import PREFIX, meaning
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -27,7 +28,9 @@ class ServerConfig(Config, frozen=True, kw_only=True):
 class Options(ServerConfig, frozen=True, kw_only=True):
     """`kv_connector_extra_config`. Raises `ConfigError` for unknown keys and wrong values."""
 
-    trusted_keys: Annotated[tuple[str, ...], meaning("Public keys of the other servers, if this one has keys.")] = ()
+    trusted_keys: Annotated[
+        tuple[str, ...], meaning("Public keys of the other servers. Set both `keys` and this, or neither.")
+    ] = ()
     hold_s: Annotated[
         Seconds,
         meaning("How long prefill keeps a request's blocks if decode does not ask for them.", metavar="SECONDS"),
@@ -59,8 +62,19 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         int | None, meaning("The port at which MooncakeConnector's proxies ask for this server's name.", metavar="PORT")
     ] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [key for key in ("keys", "trusted_keys", "peer_keys") if getattr(self, key)]
+        if given and (given[0] != "keys" or len(given) == 1):
+            raise ConfigError(f"config: expected keys and trusted_keys together, found only {given[0]}")
+        if self.hold_s > self.max_hold_s:
+            raise ConfigError(f"config: key 'hold_s': expected at most max_hold_s, {self.max_hold_s:g}, found {self.hold_s:g}")
+
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, engine_id: str) -> Options:
+        for key in ("admit", "leader"):
+            if key in extra or os.environ.get(PREFIX + key.upper()):
+                raise ConfigError(f"config: key {key!r}: expected none: the connector chooses it, from keys and the rank")
         return cls.load(environ=os.environ, **{"name": engine_id, **extra})
 
     def rank_settings(self, *, listen: str, leader: str | None, dp_rank: int = 0) -> dict[str, Any]:

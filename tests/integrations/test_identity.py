@@ -273,10 +273,29 @@ def test_only_rank_0_serves_metrics() -> None:
     assert options.rank_settings(listen="tcp://127.0.0.1:0", leader=None, dp_rank=2)["metrics_port"] == 9402
 
 
-@pytest.mark.parametrize("wrong", [{"hold_s": 0}, {"load_timeout_s": "soon"}, {"no_such_key": 1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hold_s": 0},
+        {"load_timeout_s": "soon"},
+        {"no_such_key": 1},
+        {"keys": "own.toml"},
+        {"trusted_keys": ["c" * 40]},
+        {"peer_keys": {"b": "c" * 40}, "peers": {"b": "tcp://127.0.0.1:1"}},
+        {"admit": "known"},
+        {"leader": "tcp://127.0.0.1:1"},
+        {"hold_s": 100, "max_hold_s": 10},
+    ],
+)
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Options.read(wrong, engine_id="a")
+
+
+def test_an_ignored_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_ADMIT", "known")
+    with pytest.raises(ConfigError, match="'admit': expected none"):
+        Options.read({}, engine_id="a")
 
 
 def test_importing_the_library_imports_no_server() -> None:
