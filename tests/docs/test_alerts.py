@@ -35,6 +35,11 @@ def test_prometheus_accepts_the_alerts() -> None:
         ('cause="verification"', 'cause="deadline"'),
         ("offset 1h", "offset 1m"),
         ("[1h]", "[1m]"),
+        ("vllm:disagg_healthy == 0", "vllm:disagg_healthy == 2"),
+        ("vllm:disagg_failed_loads_total", "vllm:disagg_loads_total"),
+        ("> 0.1\n", "> 0.05\n"),
+        ("and sum by (instance) (vllm:disagg_healthy)", ""),
+        ("vllm:disagg_failed_sends_total", "vllm:disagg_sends_total"),
     ],
 )
 def test_each_alert_fires_for_its_metrics_alone(tmp_path: Path, change: tuple[str, str]) -> None:

@@ -131,7 +131,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker.report()
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return None if self._worker is None else self._worker.take_stats()
+        return self.scheduler.take_stats() if self._worker is None else self._worker.take_stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS = {
     "loads": "Loads of requests by this engine's ranks.",
     "failed_loads": "Loads that failed; kv_load_failure_policy says what vLLM does with these requests.",
+    "refused_hand_overs": "Requests whose hand-over the scheduler could not use, so that this engine computes them.",
     "loaded_tokens": "Prompt tokens in the loads that succeeded, by rank.",
     "sends": "Requests that this engine's ranks have handed over.",
     "sent_bytes": "Bytes that this engine's ranks have written to decode servers.",
@@ -33,6 +34,9 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
             self.data["load_s"].append(seconds)
         else:
             self.data["failed_loads"] += 1
+
+    def count_refusal(self) -> None:
+        self.data["refused_hand_overs"] += 1
 
     def count_send(self, *, ok: bool) -> None:
         self.data["sends" if ok else "failed_sends"] += 1

@@ -43,6 +43,7 @@ from disagg.integrations.vllm.metadata import (
     WorkerReport,
     transfer_id,
 )
+from disagg.integrations.vllm.metrics import TransferStats
 from disagg.integrations.vllm.moves import Moves
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
@@ -130,6 +131,7 @@ class SchedulerHalf:
         self._loaded: OrderedDict[Transfer, None] = OrderedDict()
         self._of_others: dict[str, HandOff] = {}
         """Hand-offs of another prompt than the request's."""
+        self._stats = TransferStats()
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
         self._sent: dict[str, list[Any]] = {}
@@ -455,6 +457,7 @@ class SchedulerHalf:
                 hand_off, problem = None, f"kv_transfer_params: {OTHER_PROMPT}"
         if problem:
             logger.warning("request %s: %s", request.request_id, problem)
+            self._stats.count_refusal()
             _use(request)
         return hand_off
 
@@ -477,12 +480,16 @@ class SchedulerHalf:
         all full blocks, so none may be loaded in part.
         """
         common = _num_common(request, hand_off)
+        is_new = request.request_id not in self._offered  # vLLM has not asked before
         if self._exact and ((hand_off.remote_num_tokens or 0) > common or request.prompt_embeds is not None):
+            if is_new:
+                self._stats.count_refusal()
             return 0
         is_alone = self._leader is None or self._leader.is_alone
         if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
             return common
-        if request.request_id not in self._offered:  # not asked before
+        if is_new:
+            self._stats.count_refusal()
             logger.warning(
                 "request %s: vLLM computes it, since another connector would take the first block of a window for whole; give "
                 "prefill a block size that is a multiple of this server's",
@@ -515,6 +522,10 @@ class SchedulerHalf:
             self._give_back(self._held.pop(req_id, None))
         for req_id in output.finished_sending or ():
             self._give_back(self._sent.pop(req_id, None))
+
+    def take_stats(self) -> TransferStats:
+        stats, self._stats = self._stats, TransferStats()
+        return stats
 
     def _hold(self, req_id: str) -> None:
         self._held[req_id] = blocks = self._touch(req_id)

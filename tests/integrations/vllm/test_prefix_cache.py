@@ -55,3 +55,4 @@ def test_windows_in_a_multi_connector(start: Callable[..., Engine]) -> None:
         check_equal(expected, found)
         assert num_external(found) == loaded
         wait_empty(prefills[block_size], decode)
+    assert decode.counts["refused_hand_overs"] == 1

@@ -249,4 +249,8 @@ def test_a_prompt_of_tokens_and_embeddings_is_not_cut(start: Start) -> None:
     (answer,) = prefill.generate([tokens], params=PREFILL, max_tokens=1, **mixed)
     check_equal([alone], [answer])
     assert answer.params == {"do_remote_prefill": False, "do_remote_decode": False}
+    where = {"remote_engine_id": "there", "remote_address": "tcp://127.0.0.1:2", "remote_request_id": 32 * "0"}
+    (computed,) = prefill.generate([tokens], params={"do_remote_prefill": True, **where}, max_tokens=1, **mixed)
+    check_equal([alone], [computed])
     wait_empty(prefill)
+    assert prefill.counts["refused_hand_overs"] == 1

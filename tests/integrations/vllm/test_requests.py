@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import select
 import signal
 import socket
@@ -18,6 +19,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from disagg import new_request_id
 from disagg.integrations.vllm import DisaggConnector, worker
@@ -299,6 +301,11 @@ def test_parameters_of_mooncakes_proxies(pair: tuple[Engine, Engine]) -> None:
     wait_empty(prefill, decode)
 
 
+def computed(engine: Engine) -> int:
+    """The hand-overs in whose place the engine has computed requests."""
+    return engine.counts["refused_hand_overs"] + engine.counts["failed_loads"]
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
@@ -325,8 +332,10 @@ def test_damaged_parameters_are_computed(pair: tuple[Engine, Engine], damaged: d
         "remote_request_id": new_request_id().hex(),
     }
     (prompt,) = prompts((70,), seed=7)
+    before = computed(decode)
     (found,) = decode.wait([decode.add(prompt, params={**params, **damaged}, max_tokens=4)])
     assert found.num_external == 0
+    assert computed(decode) - before == 1
     check_equal(decode.generate([prompt], max_tokens=4), [found])
 
 
@@ -335,7 +344,7 @@ def test_state_of_another_prompt_is_not_used(pair: tuple[Engine, Engine], at_onc
     """VLLM gives the parameters of a list of prompts to the request of each. Decode computes those that they are not of."""
     prefill, decode = pair
     right, wrong = prompts((300, 290), seed=30 + at_once)
-    failed = decode.counts["failed_loads"]
+    failed, refused = decode.counts["failed_loads"], decode.counts["refused_hand_overs"]
     if at_once:  # before prefill has told of which prompt the state is
         server, name = connect(prefill, decode, seed=32), new_request_id().hex()
         params: Any = {"do_remote_prefill": True, **server, "remote_request_id": name}
@@ -347,6 +356,7 @@ def test_state_of_another_prompt_is_not_used(pair: tuple[Engine, Engine], at_onc
     found = decode.wait(asked)
     assert num_external(found) == ([0] if at_once else [0, 299])
     assert decode.counts["failed_loads"] - failed == at_once
+    assert decode.counts["refused_hand_overs"] - refused == (not at_once)
     check_equal(decode.generate([wrong, right][: len(asked)], max_tokens=6), found)
     wait_empty(prefill, decode)
 
@@ -582,6 +592,22 @@ RECORDS: list[logging.LogRecord] = []
 class _Recorder(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         RECORDS.append(record)
+
+
+def exported(core: Any) -> dict[str, set[str]]:
+    """In an engine's process: the labels of vLLM's metrics, by name."""
+    PrometheusStatLogger(core.vllm_config)
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    return {sample.name: set(sample.labels) for sample in samples if sample.name.startswith("vllm:")}
+
+
+def test_the_dashboard_and_the_alerts_query_existing_metrics(pair: tuple[Engine, Engine]) -> None:
+    known = pair[0].run(exported)
+    docs = Path(__file__).parents[3] / "docs"
+    text = (docs / "alerts.yml").read_text() + (docs / "grafana.json").read_text()
+    used = set(re.findall(r"vllm:\w+", text))
+    assert {"vllm:disagg_healthy", "vllm:prompt_tokens_by_source_total"} <= used <= known.keys()
+    assert "source" in known["vllm:prompt_tokens_by_source_total"]
 
 
 def end_manager(_: object) -> None:
