@@ -294,7 +294,12 @@ def write_tokenizer(
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=MAX_TOKENS, extra_special_tokens=names
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        model_max_length=MAX_TOKENS,
+        extra_special_tokens=names,
     )
     fast.chat_template = template
     fast.save_pretrained(folder)
