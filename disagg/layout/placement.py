@@ -162,6 +162,8 @@ def tensor_placement(
                 raise ConfigError(
                     f"{where}, axis {name!r}: expected {expected} positions, found {found} (shape {tensor.shape})"
                 )
+        if tensor.pointer <= 0 or 0 in tensor.shape:
+            raise ConfigError(f"{where}: expected memory, found shape {tensor.shape} at address {tensor.pointer:#x}")
         if (tensor.strides, tensor.dtype) != (first.strides, first.dtype):
             raise ConfigError(
                 f"{where}: expected strides {first.strides} and dtype {first.dtype} as in layer {first_layer}, "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
@@ -21,12 +24,16 @@ def group_layers(
     topology: Topology, own_layers: Sequence[int], layers_by_stage: Sequence[Sequence[int]] | None, *, what: str
 ) -> tuple[tuple[int, ...], ...]:
     """The layer ids of every pipeline stage, in memory order; without `layers_by_stage` other stages have none. Raises
-    `ConfigError` if it lists a layer twice, or contradicts this rank's own layers.
+    `ConfigError` for an invalid layer id, or if it lists a layer twice or contradicts this rank's own layers.
     """
     own = tuple(own_layers)
-    if layers_by_stage is None:
+    stages = None if layers_by_stage is None else tuple(tuple(stage) for stage in layers_by_stage)
+    given: Iterable[object] = itertools.chain(own, *(stages or ()))
+    for layer in given:
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < 2**31:
+            raise ConfigError(f"{what}: expected layer ids of 0 to 2**31 - 1, found {layer!r}")
+    if stages is None:
         return tuple(own if stage == topology.pp_rank else () for stage in range(topology.pp))
-    stages = tuple(tuple(stage) for stage in layers_by_stage)
     if len(stages) != topology.pp:
         raise ConfigError(f"{what}: expected {topology.pp} stages in layers_by_stage, found {len(stages)}")
     for number, stage in enumerate(stages):

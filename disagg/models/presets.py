@@ -72,6 +72,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def _find(name: str) -> tuple[Any, str]:
+    if not isinstance(name, str):
+        raise ConfigError(f"model: expected a name or a path as a str, found {type(name).__name__}")
     if name in PUBLISHED:
         return PUBLISHED[name], name
     shape = _SHAPE.fullmatch(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,19 @@ from disagg.layout.stages import group_layers
 from disagg.layout.tables import LAYER, TOKEN, Axis, ComponentLayout, RowKind, TensorLayout
 from disagg.state.overlap import first_overlap, overlaps_itself
 
+T = TypeVar("T")
 Rule = Callable[[Topology], Owned]
 """The positions of an axis that a rank owns."""
 Scale = Mapping[int, npt.ArrayLike] | float | None
 """An element times its scale is the number that it stands for. One scale for all layers, or by layer, perhaps for each
 position of an axis over all ranks. `None`: unknown.
 """
+
+
+def check_size(size: object, what: str, *, least: int = 1) -> None:
+    """Raises `ConfigError` unless it is an integer of at least `least`."""
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
+        raise ConfigError(f"{what}: expected an integer of at least {least}, found {size!r}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,10 @@ class Block:
     units: int
     width: int
     groups: bool = False
+
+    def __post_init__(self) -> None:
+        check_size(self.units, "block, units")
+        check_size(self.width, "block, width")
 
     @property
     def size(self) -> int:
@@ -125,6 +136,11 @@ class Role:
     scale_axis: str | None = None
     rounding: str | None = "nearest"
 
+    def __post_init__(self) -> None:
+        check_size(self.granule, f"tensor {self.name!r}, granule")
+        for axis, inner in self.inner.items():
+            check_size(inner.size, f"tensor {self.name!r}, axis {axis!r}")
+
     def numbers(self, layers: Sequence[int], rank: Topology, what: str) -> Numbers | None:
         """`None` without a `scale`. Raises `ConfigError` for a layer without scales, or with a wrong number of them."""
         if self.scale is None:
@@ -170,6 +186,19 @@ class Role:
         )
 
 
+def by_layer(tensors: Mapping[int, Any], convert: Callable[[Any], T], *, what: str) -> dict[int, T]:
+    """Each layer's tensor, converted. Its `ConfigError` names the layer."""
+    if not isinstance(tensors, Mapping):
+        raise ConfigError(f"{what}: expected a mapping from layers to tensors, found {type(tensors).__name__}")
+    converted = {}
+    for layer, tensor in tensors.items():
+        try:
+            converted[layer] = convert(tensor)
+        except ConfigError as error:
+            raise ConfigError(f"{what}, layer {layer}: {error}") from error
+    return converted
+
+
 def declare(
     name: str,
     roles: Sequence[Role],
@@ -188,13 +217,15 @@ def declare(
     values, if tensors contradict the declaration.
     """
     what = f"component {name!r}"
+    if not isinstance(topology, Topology):
+        raise ConfigError(f"{what}: expected a Topology, found {topology!r}")
     row_axis = "page" if rows == "pages" else "slot"
     placements: list[TensorPlacement] = []
     regions: list[MemoryRegion] = []
     found: list[tuple[int, int]] = []
     given: list[tuple[str, Mapping[int, RawTensor]]] = []
     for role in roles:
-        tensors = {layer: raw_tensor(tensor) for layer, tensor in role.tensors.items()}
+        tensors = by_layer(role.tensors, raw_tensor, what=f"{what}, tensor {role.name!r}")
         axes = _axes(role, row_axis, what)
         if not tensors:
             continue
@@ -282,6 +313,10 @@ class State:
         role. Raises `ConfigError` if a role is missing, or if tensors contradict it.
         """
         expected = [role.name for role in self.roles]
+        if not isinstance(tensors, Mapping):
+            raise ConfigError(
+                f"component {self.name!r}: expected a mapping from roles to tensors by layer, found {type(tensors).__name__}"
+            )
         if sorted(expected) != sorted(tensors):
             found = ", ".join(tensors) or "none"
             raise ConfigError(f"component {self.name!r}: expected tensors for {', '.join(expected)}, found {found}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.core.topology import Topology
 from disagg.layout.placement import Component
-from disagg.state.declare import Block, Role, State, blocks_by_tp, by_tp, whole
+from disagg.state.declare import Block, Role, State, blocks_by_tp, by_tp, check_size, whole
 
 
 def gdn_roles(
@@ -113,8 +113,7 @@ def recurrent(
 
     Otherwise as `State.component`.
     """
-    layers = next((tuple(by_layer) for by_layer in tensors.values()), ())
-    state = State(name=name, rows="slot", layers=layers, roles=tuple(roles))
+    state = State(name=name, rows="slot", layers=(), roles=tuple(roles))  # the layers are those of `tensors`
     return state.component(tensors, topology=topology, axes=axes, layers_by_stage=layers_by_stage)
 
 
@@ -122,4 +121,5 @@ def _conv(
     blocks: Sequence[Block], kernel: int, dtype: str | None, *, name: str = "conv", axes: str = "slot channel width"
 ) -> Role:
     """The last `kernel - 1` inputs of every channel."""
+    check_size(kernel, "kernel", least=2)
     return Role(name=name, axes=axes, inner={"channel": blocks_by_tp(blocks), "width": whole(kernel - 1)}, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from disagg.core.errors import ConfigError
@@ -11,7 +12,7 @@ from disagg.core.memory import RawTensor, raw_tensor
 from disagg.core.topology import Topology
 from disagg.layout.placement import ORDERS, Component, parse_axes
 from disagg.layout.tables import TOKEN
-from disagg.state.declare import Role, Rule, Scale, all_tokens, by_tp, declare, whole
+from disagg.state.declare import Role, Rule, Scale, all_tokens, by_layer, by_tp, check_size, declare, whole
 
 
 def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, axes: str = ORDERS["nhd"]) -> tuple[Role, Role]:
@@ -26,8 +27,9 @@ def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, ax
 def mla_roles(dim: int, *, dtype: str | None, scales: int = 0, scales_dtype: str | None = None) -> tuple[Role, ...]:
     """`dim` elements and `scales` block scales per token. Every rank owns both whole."""
     latent = Role(name="latent", axes="page token dim", inner={"dim": whole(dim)}, dtype=dtype)
-    scale = Role(name="latent_scale", axes="page token dim", inner={"dim": whole(scales)}, dtype=scales_dtype)
-    return (latent, scale) if scales else (latent,)
+    if not scales:
+        return (latent,)
+    return latent, Role(name="latent_scale", axes="page token dim", inner={"dim": whole(scales)}, dtype=scales_dtype)
 
 
 def gqa(
@@ -69,8 +71,7 @@ def gqa(
     orders = {role: axes if isinstance(axes, str) else axes[role] for role in "kv"}
     known = ("page", "kv", TOKEN, "kv_head", "dim") if isinstance(axes, str) else ("page", TOKEN, "kv_head", "dim")
     names, v_names = (parse_axes(order, known=known, what=what) for order in orders.values())
-    if num_kv_heads < 1:
-        raise ConfigError(f"{what}: num_kv_heads: expected at least 1, found {num_kv_heads}")
+    check_size(num_kv_heads, f"{what}: num_kv_heads")
     plain = {role: " ".join(axis for axis in found if axis != "kv") for role, found in zip("kv", (names, v_names), strict=True)}
     bound = pairs(tensors, names, what=what)
     if dims is None:
@@ -119,29 +120,27 @@ def mla(
     )
 
 
-def _dim(by_layer: Mapping[int, RawTensor], axes: str, what: str) -> int:
+def _dim(tensors: Mapping[int, RawTensor], axes: str, what: str) -> int:
     """1 if the first layer's tensor has other axes, which `declare` then reports."""
-    if not by_layer:
+    if not tensors:
         raise ConfigError(f"{what}: expected dims and dtype, since there are no layers, found none")
-    return max(dict(zip(axes.split(), next(iter(by_layer.values())).shape, strict=False)).get("dim", 1), 1)
+    return max(dict(zip(axes.split(), next(iter(tensors.values())).shape, strict=False)).get("dim", 1), 1)
 
 
 def pairs(tensors: Mapping[int, Any], axes: Sequence[str], *, what: str) -> dict[str, dict[int, RawTensor]]:
-    roles: dict[str, dict[int, RawTensor]] = {"k": {}, "v": {}}
-    for layer, given in tensors.items():
-        if "kv" in axes:
-            packed, axis = raw_tensor(given), list(axes).index("kv")
-            if len(packed.shape) != len(axes) or packed.shape[axis] != 2:
-                raise ConfigError(
-                    f"{what}, layer {layer}: expected axes {' '.join(axes)!r} with 2 along 'kv', found shape {packed.shape}"
-                )
-            pair: Sequence[Any] = [packed.select(axis, 0), packed.select(axis, 1)]
-        elif not isinstance(given, tuple | list) or len(given) != 2:
-            raise ConfigError(
-                f"{what}, layer {layer}: expected (k, v), or a 'kv' axis in {' '.join(axes)!r}, found {type(given).__name__}"
-            )
-        else:
-            pair = given
-        for role, tensor in zip(roles, pair, strict=True):
-            roles[role][layer] = raw_tensor(tensor)
-    return roles
+    found = by_layer(tensors, partial(_pair, axes=axes), what=what)
+    return {
+        role: by_layer({layer: pair[index] for layer, pair in found.items()}, raw_tensor, what=f"{what}, tensor {role!r}")
+        for index, role in enumerate("kv")
+    }
+
+
+def _pair(given: Any, *, axes: Sequence[str]) -> Sequence[Any]:
+    if "kv" in axes:
+        packed, axis = raw_tensor(given), list(axes).index("kv")
+        if len(packed.shape) != len(axes) or packed.shape[axis] != 2:
+            raise ConfigError(f"expected axes {' '.join(axes)!r} with 2 along 'kv', found shape {packed.shape}")
+        return packed.select(axis, 0), packed.select(axis, 1)
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise ConfigError(f"expected (k, v), or a 'kv' axis in {' '.join(axes)!r}, found {type(given).__name__}")
+    return given

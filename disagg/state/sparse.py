@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.memory import RawTensor, raw_tensor
 from disagg.core.topology import Topology
 from disagg.layout.placement import Component
-from disagg.state.declare import Role, Rule, all_tokens, declare, whole
+from disagg.state.declare import Role, Rule, all_tokens, by_layer, declare, whole
 
 
 def index_roles(*, key_nbytes: int = 128, scale_nbytes: int = 4, tokens_per_key: int = 1) -> tuple[Role, ...]:
@@ -45,9 +46,8 @@ def index_keys(
     A page has `page_size / tokens_per_key` keys of `key_nbytes`, *then* as many scales of `scale_nbytes` (0: none). Leave
     out layers that use another layer's top-k. Raises `ConfigError` if pages are too small.
     """
-    num_keys = page_size // tokens_per_key
     roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
-    bound = _halves(roles, pages, num_keys)
+    bound = _halves(roles, pages, page_size // tokens_per_key, name)
     return declare(
         name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional
     )
@@ -68,7 +68,7 @@ def index_tail(
     A ring has `tail` keys, then `tail` scales. Token `t` is at `t % tail`. `tail` may differ between the sides. Of `n`
     tokens, decode needs `open_pool(n, tokens_per_key)`, in the rows `window.ring_rows(ring, need=..., stride=tail)`.
     """
-    bound = _halves(index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes), rings, tail)
+    bound = _halves(index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes), rings, tail, name)
     return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage)
 
 
@@ -99,12 +99,13 @@ def compressed(
     )
 
 
-def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int) -> list[Role]:
+def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int, name: str) -> list[Role]:
     bound, start = [], 0
     total = num_keys * sum(role.inner["byte"].size for role in roles)
     for role in roles:
         nbytes = role.inner["byte"].size
-        bound.append(role.of({layer: _part(page, start, num_keys, nbytes, total) for layer, page in pages.items()}))
+        part = partial(_part, start=start, num_keys=num_keys, nbytes=nbytes, total=total)
+        bound.append(role.of(by_layer(pages, part, what=f"component {name!r}, tensor {role.name!r}")))
         start += num_keys * nbytes
     return bound
 

@@ -52,6 +52,8 @@ def test_moe_ranks_follow_from_the_tensor_parallel_rank() -> None:
         ({"dp": -1}, r"dp: .*found -1"),
         ({"cp": "2"}, r"cp: .*found '2'"),
         ({"ep": 0}, r"ep: .*found 0"),
+        ({"tp": True}, r"tp: .*found True"),
+        ({"tp_rank": False}, r"tp_rank: .*found False"),
         ({"tp": 4, "tp_rank": 4}, r"tp_rank: expected 0 to 3 \(tp=4\), found 4"),
         ({"pp": 2, "pp_rank": -1}, r"pp_rank: .*found -1"),
         ({"dp_rank": 0.0}, r"dp_rank: .*found 0\.0"),

@@ -32,6 +32,7 @@ def test_stages_default_to_this_ranks_layers() -> None:
         (Topology(pp=2), [0], [[0], [1], [2]], "expected 2 stages .*, found 3"),
         (Topology(), [0], [[0], [1]], "expected 1 stages .*, found 2"),
         (Topology(pp=2), [0], [[0], [0]], "a layer in two stages"),
+        (Topology(pp=2), [0], [[0], ["1"]], r"expected layer ids of 0 to 2\*\*31 - 1, found '1'"),
         (Topology(pp=2), [0, 0], [[0, 0], [1]], r"a layer twice in stage 0: \(0, 0\)"),
         (Topology(pp=2, pp_rank=1), [0], [[0], [1]], r"tensors of layers \(1,\) on stage 1 .*, found tensors of \(0,\)"),
         (Topology(pp=2), [1, 0], [[0, 1], [2]], "found tensors of"),

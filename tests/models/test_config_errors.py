@@ -165,6 +165,11 @@ class TestErrors:
         with pytest.raises(ConfigError):
             load_model("x" * 5000)
 
+    @pytest.mark.parametrize("name", [None, {}, Path("config.json")])
+    def test_a_name_is_text(self, name: Any) -> None:
+        with pytest.raises(ConfigError, match=f"model: expected a name or a path as a str, found {type(name).__name__}"):
+            load_model(name)
+
     def test_a_file_and_its_folder_give_the_same_model(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(dict(LLAMA)))
         assert load_model(str(tmp_path)).nbytes(7) == load_model(str(tmp_path / "config.json")).nbytes(7)

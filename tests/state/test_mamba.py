@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,6 +282,12 @@ def test_a_slot_component_says_what_a_rank_allocates() -> None:
     [
         ({}, {"conv": {}}, "expected tensors for conv, temporal, found conv"),
         ({}, {}, "expected tensors for conv, temporal, found none"),
+        ({}, [np.zeros(3)], "component 'ssm': expected a mapping from roles to tensors by layer, found list"),
+        (
+            {},
+            conv_and_temporal() | {"temporal": [np.zeros(3)]},
+            "'ssm', tensor 'temporal': expected a mapping from layers to tensors, found list",
+        ),
         ({}, conv_and_temporal(channels=27), "'conv', layer 0, axis 'channel': expected 28 positions, found 27"),
         ({}, conv_and_temporal(heads=4), "'temporal', layer 0, axis 'head': expected 8 positions, found 4"),
         ({}, conv_and_temporal(slots=(5, 6)), r"tokens per page\), found \[\(5, 1\), \(6, 1\)\]"),
@@ -291,13 +298,29 @@ def test_a_slot_component_says_what_a_rank_allocates() -> None:
         ({}, {"conv": {}, "temporal": {}}, "'conv': expected a dtype, since this stage has no layer of it"),
     ],
 )
-def test_tensors_that_contradict_the_declaration_are_rejected(
-    changes: dict[str, object], tensors: dict[str, dict[int, np.ndarray]], message: str
-) -> None:
-    stages = ((0,), ()) if tensors and not any(tensors.values()) else None
+def test_tensors_that_contradict_the_declaration_are_rejected(changes: dict[str, object], tensors: Any, message: str) -> None:
+    stages = ((0,), ()) if tensors == {"conv": {}, "temporal": {}} else None
     topology = Topology(pp=2, pp_rank=1) if stages else Topology()
     with pytest.raises(ConfigError, match=message):
         mamba.recurrent(ROLES, tensors, topology=topology, layers_by_stage=stages, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": "8"}, "block, units: expected an integer of at least 1, found '8'"),
+        ({"num_heads": 0}, "block, units: expected an integer of at least 1, found 0"),
+        ({"num_groups": 0}, "block, units: expected an integer of at least 1, found 0"),
+        ({"head_dim": 0}, "block, width: expected an integer of at least 1, found 0"),
+        ({"kernel": 1}, "kernel: expected an integer of at least 2, found 1"),
+        ({"kernel": "4"}, "kernel: expected an integer of at least 2, found '4'"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mamba.mamba2_roles(**{"num_heads": 8, "head_dim": 2, "num_groups": 2, "state_size": 3, "kernel": 4, **sizes})
+    with pytest.raises(ConfigError, match="tensor 'temporal', axis 'head': expected an integer of at least 1, found 0"):
+        mamba.lightning_roles(num_heads=0, key_head_dim=2, value_head_dim=2)
 
 
 def test_tensors_must_have_the_declared_dtype() -> None:

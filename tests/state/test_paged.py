@@ -23,6 +23,9 @@ def pair(*shape: int, dtype: str = "float16", value_dim: int | None = None) -> t
     return np.zeros(shape, dtype), np.zeros((*shape[:-1], value_dim or shape[-1]), dtype)
 
 
+SHARED = np.zeros((5, 16, 2, 8), "float16")
+
+
 def gqa(tensors: Any, *, axes: Any = NHD, num_kv_heads: int = 4, **changes: Any) -> Any:
     return paged.gqa(tensors, axes=axes, num_kv_heads=num_kv_heads, **({"topology": Topology(tp=2)} | changes))
 
@@ -92,7 +95,15 @@ def test_usual_orders_have_names() -> None:
         ({0: pair(5, 16, 2, 8)}, {"axes": None}, "of 'k' and of 'v', found None"),
         ({0: pair(5, 16, 2, 8)}, {"axes": "page token kv_head"}, "lack 'dim'"),
         ({0: pair(5, 16, 2, 8)}, {"axes": "page token head dim"}, r"unknown \['head'\]"),
-        ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": 0}, "num_kv_heads: expected at least 1, found 0"),
+        ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": 0}, "num_kv_heads: expected an integer of at least 1, found 0"),
+        ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": "2"}, "num_kv_heads: expected an integer of at least 1, found '2'"),
+        ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": True}, "num_kv_heads: expected an integer of at least 1, found True"),
+        ({0: pair(5, 16, 2, 8)}, {"dims": (8, 0)}, "tensor 'v', axis 'dim': expected an integer of at least 1, found 0"),
+        ({0: pair(5, 16, 2, 8)}, {"topology": None}, "component 'kv': expected a Topology, found None"),
+        ([pair(5, 16, 2, 8)], {}, "component 'kv': expected a mapping from layers to tensors, found list"),
+        ({"0": pair(5, 16, 2, 8)}, {}, r"component 'kv': expected layer ids of 0 to 2\*\*31 - 1, found '0'"),
+        ({-1: pair(5, 16, 2, 8)}, {}, r"component 'kv': expected layer ids of 0 to 2\*\*31 - 1, found -1"),
+        ({True: pair(5, 16, 2, 8)}, {}, r"component 'kv': expected layer ids of 0 to 2\*\*31 - 1, found True"),
         ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": 8}, "axis 'kv_head': expected 4 positions, found 2"),
         ({0: pair(5, 16, 2, 8)[:1]}, {}, r"layer 0: expected \(k, v\)"),
         ({0: np.zeros((5, 16, 2, 8), np.float16)}, {}, r"layer 0: expected \(k, v\)"),
@@ -108,6 +119,27 @@ def test_usual_orders_have_names() -> None:
         ({0: pair(5, 16, 2, 8), 1: pair(5, 16, 2, 9)}, {}, "layer 1, axis 'dim': expected 8 positions, found 9"),
         ({0: pair(5, 16, 2, 8), 1: pair(6, 16, 2, 8)}, {}, "layer 1, axis 'page': expected 5 positions, found 6"),
         ({0: ["a", "b"]}, {}, "tensor: expected a torch tensor"),
+        (
+            {3: (np.zeros((5, 16, 2, 8)), [1])},
+            {},
+            "component 'kv', tensor 'v', layer 3: tensor: expected a torch tensor.* found list",
+        ),
+        (
+            {3: np.zeros((5, 2, 16, 2, 8), object)},
+            {"axes": "page kv token kv_head dim"},
+            "component 'kv', layer 3: dtype: expected .*, found 'object'",
+        ),
+        (
+            {3: (np.zeros((5, 16, 2, 8)), np.zeros((5, 16, 2, 8))[::-1])},
+            {},
+            "component 'kv', tensor 'v', layer 3: tensor: expected sizes and strides of at least 0",
+        ),
+        ({3: pair(0, 16, 2, 8)}, {}, r"tensor 'k', layer 3: expected memory, found shape \(0, 16, 2, 8\) at address 0x"),
+        (
+            {3: (RawTensor(0, (5, 16, 2, 8), (256, 16, 8, 1), "float16"), SHARED)},
+            {},
+            r"tensor 'k', layer 3: expected memory, found shape \(5, 16, 2, 8\) at address 0x0",
+        ),
     ],
 )
 def test_tensors_that_contradict_the_declaration_are_rejected(tensors: Any, changes: dict[str, Any], message: str) -> None:
@@ -119,9 +151,6 @@ def _read_only() -> np.ndarray:
     made = np.zeros((5, 16, 2, 8), "float16")
     made.flags.writeable = False
     return made
-
-
-SHARED = np.zeros((5, 16, 2, 8), "float16")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +166,7 @@ SHARED = np.zeros((5, 16, 2, 8), "float16")
             {0: (RawTensor(4096, (5, 16, 2, 8), (16, 0, 8, 1), "float16"), SHARED)},
             r"layer 0: expected separate memory for every position, found strides \(16, 0, 8, 1\) of shape \(5, 16, 2, 8\)",
         ),
-        ({0: (_read_only(), SHARED)}, "expected writable memory, found a read-only array"),
+        ({0: (_read_only(), SHARED)}, "'kv', tensor 'k', layer 0: tensor: expected writable memory, found a read-only array"),
     ],
 )
 def test_shared_or_read_only_memory_is_rejected(tensors: Any, message: str) -> None:
@@ -157,7 +186,10 @@ def test_a_declaration_may_have_numpy_integers() -> None:
 
 def test_other_numbers_in_a_declaration_are_rejected() -> None:
     num_kv_heads: Any = Fraction(4)
-    found = gqa({0: pair(5, 16, 2, 8)}, num_kv_heads=num_kv_heads)
+    with pytest.raises(ConfigError, match=r"num_kv_heads: expected an integer of at least 1, found Fraction\(4, 1\)"):
+        gqa({0: pair(5, 16, 2, 8)}, num_kv_heads=num_kv_heads)
+    run: Any = Fraction(4)
+    found = gqa({0: pair(5, 16, 2, 8)}, tokens=lambda _: Periodic(0, run, 8))
     with pytest.raises(LayoutError, match=r"layouts: expected integers, found Fraction\(4, 1\), a Fraction"):
         LocalRank.of(Topology(tp=2), [found]).table.encode()
 

@@ -202,5 +202,10 @@ def test_pages_of_wider_elements_are_taken_as_bytes() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 31), (3,), (3, 4, 8)])
 def test_pages_too_small_for_their_keys_and_scales_are_rejected(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"index pages: expected \[page, at least 32 bytes\], found shape"):
-        sparse.index_keys({0: np.zeros(shape, np.uint8)}, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2)
+    with pytest.raises(ConfigError, match=r"'key', layer 4: index pages: expected \[page, at least 32 bytes\], found shape"):
+        sparse.index_keys({4: np.zeros(shape, np.uint8)}, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2)
+
+
+def test_a_key_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor 'key', granule: expected an integer of at least 1, found 0"):
+        sparse.index_keys({0: np.zeros((3, 32), np.uint8)}, page_size=4, topology=Topology(), tokens_per_key=0)
