@@ -79,6 +79,12 @@ def check_ready(ready: object) -> None:
         raise LocalProtocolError(f"ready: expected None or an event with query(), found {ready!r}")
 
 
+def check_declared(local: LocalRank, name: object, what: str) -> None:
+    known = local.table.components
+    if not isinstance(name, str) or name not in known:
+        raise LocalProtocolError(f"{what}: no component {name!r} was declared; there are {', '.join(sorted(known))}")
+
+
 GivenRows = Mapping[str, Rows | Sequence[int] | Ids | int]
 """Rows by component: pages as `Pages` or as a sequence of ids from token 0 on, a slot as `Slot` or as its id."""
 
@@ -89,11 +95,8 @@ def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
         raise LocalProtocolError(f"rows: expected a mapping from components to rows, found {type(rows).__name__}")
     found: dict[str, Rows] = {}
     for name, given in rows.items():
-        layouts = local.table.components.get(name)
-        if layouts is None:
-            known = ", ".join(sorted(local.table.components))
-            raise LocalProtocolError(f"rows: no component {name!r} was declared; there are {known}")
-        kind = next(layout.rows for layout in layouts if layout is not None)
+        check_declared(local, name, "rows")
+        kind = next(layout.rows for layout in local.table.components[name] if layout is not None)
         expected = Pages if kind == "pages" else Slot
         if kind == "pages" and isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes):
             given = Pages(given)  # noqa: PLW2901
@@ -116,9 +119,8 @@ def check_needs(
     """
     if not isinstance(need, Mapping):
         raise LocalProtocolError(f"need: expected a mapping from components to tokens, found {type(need).__name__}")
-    unknown = sorted(need.keys() - local.table.components.keys(), key=repr)
-    if unknown:
-        raise LocalProtocolError(f"need: no component {unknown[0]!r} was declared")
+    for name in sorted(need, key=repr):
+        check_declared(local, name, "need")
     held = local.table.ranks[group_rank].by_name
     needed: dict[str, TokenRange] = {}
     ids: dict[str, Ids] = {}
@@ -126,10 +128,11 @@ def check_needs(
         layout, placement = held.get(name), local.placements.get(name)
         if layout is None or placement is None:
             continue
-        tokens = (0, 1) if layout.rows == "slot" else token_range(need.get(name))
+        if layout.rows == "pages" and name not in need:
+            raise LocalProtocolError(f"need of {name!r}: expected its tokens, need={{{name!r}: (start, stop)}}, found none")
+        tokens = (0, 1) if layout.rows == "slot" else token_range(need[name])
         if tokens is None:
-            found = need.get(name)
-            raise LocalProtocolError(f"need of {name!r}: expected integers 0 <= start <= stop <= 2**40, found {found}")
+            raise LocalProtocolError(f"need of {name!r}: expected integers 0 <= start <= stop <= 2**40, found {need[name]}")
         needed[name] = tokens
         if tokens[0] == tokens[1]:
             continue

@@ -15,6 +15,7 @@ from disagg.arguments import (
     Ids,
     SentTokens,
     as_rows,
+    check_declared,
     check_layers,
     check_payload,
     check_ready,
@@ -38,9 +39,12 @@ from disagg.protocol.types import Chunk, Event, RequestKey
 
 def combine(events: Iterable[Event]) -> DisaggError | None:
     """The first failure among the events of the ranks that took part in a request; `None` if all succeeded. Ranks in other
-    processes send `event.error`, which can be pickled.
+    processes send `event.error`, which can be pickled. Raises `LocalProtocolError` without events.
     """
-    return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
+    given = list(events)
+    if not given:
+        raise LocalProtocolError("combine: expected an event of each rank, found none")
+    return next((event.error or RequestAborted("a rank failed") for event in given if not event.ok), None)
 
 
 class Requests(Protocol):
@@ -298,8 +302,11 @@ class Sender(RequestHandle):
         return None if self.session is None else self.session.wanted_at
 
     def needed(self, component: str) -> TokenRange | None:
-        """The tokens `[start, stop)` that the receivers need; `None` until all of them have reserved."""
+        """The tokens `[start, stop)` that the receivers need; `None` until all of them have reserved. Raises
+        `LocalProtocolError` for an undeclared component.
+        """
         check_process(self._control)
+        check_declared(self._control.local, component, "needed")
         return self.session.needed(component) if self.session is not None else None
 
     def send(

@@ -10,6 +10,7 @@ import enum
 import threading
 from collections.abc import Callable
 
+from disagg.core.errors import LocalProtocolError
 from disagg.core.thread_log import ThreadLog
 
 logger = ThreadLog(__name__)
@@ -57,7 +58,11 @@ class Lease:
         return self._withdrawn
 
     def on_release(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once, when the rows are safe to reuse. If they already are, call it now, in this thread."""
+        """Call `callback` once, when the rows are safe to reuse. If they already are, call it now, in this thread. Raises
+        `LocalProtocolError` if it is not callable.
+        """
+        if not callable(callback):
+            raise LocalProtocolError(f"on_release: expected a function, found {callback!r}")
         with self._lock:
             if not self.released:
                 self._callbacks.append(callback)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from disagg.core.errors import LocalProtocolError
 from disagg.core.leases import Lease, LeaseState, quarantine, release
 
 
@@ -25,6 +26,14 @@ def test_callbacks_run_once_in_order_or_at_once_after_release() -> None:
     assert lease.released
     lease.on_release(lambda: called.append(3))
     assert called == [0, 1, 2, 3]
+
+
+def test_only_functions_are_called_on_release() -> None:
+    lease = Lease()
+    for _ in range(2):
+        with pytest.raises(LocalProtocolError, match="on_release: expected a function, found None"):
+            lease.on_release(None)  # type: ignore[arg-type]
+        release(lease)
 
 
 def test_quarantine_keeps_its_first_reason_until_release() -> None:

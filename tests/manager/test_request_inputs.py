@@ -80,7 +80,9 @@ def test_invalid_calls_are_refused_with_a_reason(instances: Cluster) -> None:
         manager.receiver(request, peer="prefill-0", rows={"ssm": Slot(1)}, need={"kv": (0, 20)})
     with pytest.raises(LocalProtocolError, match="rows of 'kv': expected Pages, found Slot"):
         manager.receiver(request, peer="prefill-0", rows={"kv": Slot(1)}, need={"kv": (0, 20)})
-    with pytest.raises(LocalProtocolError, match="need of 'kv': expected integers"):
+    with pytest.raises(
+        LocalProtocolError, match=r"need of 'kv': expected its tokens, need={'kv': \(start, stop\)}, found none"
+    ):
         manager.receiver(request, peer="prefill-0", rows=rows)
     with pytest.raises(LocalProtocolError, match="need: no component 'window'"):
         manager.receiver(request, peer="prefill-0", rows=rows, need={"kv": (0, 20), "window": (0, 1)})
@@ -93,6 +95,10 @@ def test_invalid_calls_are_refused_with_a_reason(instances: Cluster) -> None:
     with pytest.raises(PeerUnreachable, match="peer 'prefill-1' is not ready: it is not configured"):
         manager.receiver(request, peer="prefill-1", rows=rows, need={"kv": (0, 20)})
     sender = instances.prefill[0].manager.sender(request, peer="decode-0")
+    component: Any
+    for component in ("ssm", ["kv"]):
+        with pytest.raises(LocalProtocolError, match=r"needed: no component .* was declared; there are kv"):
+            sender.needed(component)
     with pytest.raises(LocalProtocolError, match="payload: expected at most 65536 bytes, found 65537 bytes"):
         sender.finish(payload=bytes(65537))
     for tokens in ((4, 2), (-1, 2), (0, 2**41), (0, 1.5), (0, 1, 2), 7):

@@ -311,6 +311,8 @@ def test_combine_returns_the_first_failure_of_all_ranks(instances: Cluster) -> N
     lost.abort("client gone")
     failed = lost.wait(timeout_s=DEADLINE_S)
     assert combine([*events, failed]) is failed.error
+    with pytest.raises(LocalProtocolError, match="combine: expected an event of each rank, found none"):
+        combine([])
 
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DisaggError)]
