@@ -183,6 +183,7 @@ class KVManager:
         )  # fmt: skip
 
     def __enter__(self) -> KVManager:
+        check_alive(self._runtime)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,7 +209,8 @@ class KVManager:
         """Its state is `"unknown"`, `"connecting"`, `"ready"`, or `"refused"` for a reason that will not pass."""
         check_process(self._runtime)
         check_text(name, "peer")
-        return self._runtime.directory.status(name)
+        problem = self._runtime.problem
+        return PeerStatus("refused", f"the manager has ended: {problem}") if problem else self._runtime.directory.status(name)
 
     def set_leader(self, address: str) -> None:
         """Join rank 0, if the manager was built without `leader`. Raises `ConfigError` for an invalid address, on rank 0,
@@ -235,7 +237,7 @@ class KVManager:
         """The engine and its connection to one rank, to measure it without the protocol. Raises `PeerUnreachable` if that
         is not connected.
         """
-        check_process(self._runtime)
+        check_alive(self._runtime)
         check_text(peer, "peer")
         remote = self._runtime.handshake.rank(PeerRank(peer, check_number(rank, "rank", 2**31)))
         if remote is None:

@@ -87,6 +87,7 @@ def use_inherited(instances: Cluster, receiver: Any, sender: Any) -> None:
         lambda: manager.add_peer("other", address="tcp://127.0.0.1:1"),
         lambda: manager.wait_ready("prefill-0"),
         lambda: manager.engine("prefill-0", 0),
+        manager.__enter__,
         manager.events,
         manager.fileno,
         lambda: manager.drain(timeout_s=1),
@@ -104,8 +105,8 @@ def use_inherited(instances: Cluster, receiver: Any, sender: Any) -> None:
             call()
     assert not manager.health().ok
     assert "a forked child cannot use it" in manager.health().problem
-    with manager:
-        manager.close()
+    manager.close()
+    manager.__exit__()
     for rank in instances.decode + instances.prefill:
         rank.manager.close()
     instances.decode.clear()

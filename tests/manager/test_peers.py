@@ -283,6 +283,19 @@ def test_close_aborts_active_requests_and_can_be_called_twice() -> None:
         instances.decode.clear()
 
 
+def test_a_closed_manager_has_no_ready_peer_and_gives_no_engine() -> None:
+    with cluster(Side(), Side()) as instances:
+        closed = instances.prefill[0].manager
+        assert closed.peer("decode-0").state == "ready"
+        assert closed.engine("decode-0", 0)[0] is closed.backend
+        closed.close()
+        assert closed.peer("decode-0") == ("refused", "the manager has ended: the manager was closed")
+        for use in (lambda: closed.engine("decode-0", 0), closed.__enter__):
+            with pytest.raises(LocalProtocolError, match="the manager has ended: the manager was closed"):
+                use()
+        instances.prefill.clear()
+
+
 def test_drain_refuses_new_requests_and_waits_for_active_ones() -> None:
     with cluster(Side(), Side()) as instances:
         request = new_request_id()
