@@ -168,10 +168,10 @@ def check_model(model: object) -> ModelId:
     return model
 
 
-def check_pack_below(nbytes: object) -> int | None:
-    if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
-        raise ConfigError(f"pack_below: expected a number of bytes, or None, found {nbytes!r}")
-    return nbytes
+def check_count(given: object, what: str, kind: str) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise ConfigError(f"{what}: expected {kind}, or None, found {given!r}")
+    return given
 
 
 def check_verify(value: Verify) -> Verify:

@@ -21,12 +21,12 @@ from disagg.backends.base import Backend, BackendOptions, RemotePeer
 from disagg.construction import (
     admission,
     backend_options,
+    check_count,
     check_joined,
     check_kinds,
     check_known,
     check_model,
     check_name,
-    check_pack_below,
     check_peer,
     check_peers,
     check_topology,
@@ -160,11 +160,11 @@ class KVManager:
             keys=keys,
             peer_keys=frozenset((peer_keys or {}).values()),
             insecure=insecure,
-            pack_below=check_pack_below(pack_below),
+            pack_below=check_count(pack_below, "pack_below", "a number of bytes"),
             direct_between_hosts=direct_between_hosts,
             limits=limits or Limits(),
             connection_limits=connection_limits,
-            metrics=None if metrics_port is None else metrics,
+            metrics=None if check_count(metrics_port, "metrics_port", "a port") is None else metrics,
             tracing=Tracing() if tracing else None,
         )
         self._runtime = runtime = Runtime(settings, components)
