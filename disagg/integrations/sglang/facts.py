@@ -79,7 +79,6 @@ class IndexFacts:
     key_dim: int
     tokens_per_key: int = 1
     tail: int = 0
-    tail_dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +91,7 @@ class CompressedFacts:
     dim: int
     ratio: int
     dtype: str
-    ring_dtype: str = "bfloat16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingFacts:
-    """Rows of one token each, addressed by request and position, the same on every rank."""
-
-    layers: tuple[int, ...]
-    row_nbytes: int
+    ring_dtype: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +133,6 @@ class Facts:
     reuses_pages: bool = False
     slots: tuple[SlotFacts, ...] = ()
     index: IndexFacts | None = None
-    ring: RingFacts | None = None
     index_k: PageFacts | None = None
     compressed: CompressedFacts | None = None
 

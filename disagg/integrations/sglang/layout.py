@@ -14,15 +14,16 @@ from typing import Any, Protocol
 from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, RawTensor
 from disagg.core.topology import Topology
-from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts, draft_name
+from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, SlotFacts, draft_name
 from disagg.layout.placement import Component
 from disagg.state import paged, sparse
 from disagg.state.declare import Inner, Role, State, blocks_by_tp, by_tp, whole
 
 SUPPORTED = (
-    *("mamba", "swa", "swa_ring", "dsa", "dsa_tail", "block_scale", "block_scale_swa", "minimax_index_k", "minimax_dense_kv"),
+    *("mamba", "swa", "dsa", "dsa_tail", "block_scale", "block_scale_swa", "minimax_index_k", "minimax_dense_kv"),
     *("qsa_pending", "qsa_compressed"),
 )
+TAIL_DTYPE = "bfloat16"
 
 
 class KVArgs(Protocol):
@@ -72,7 +73,6 @@ def components(kv_args: KVArgs, own: Facts) -> list[Component]:
         *_slots(own, states.pop("mamba", [])),
         *_index(own, states.pop("dsa", []), kv_args.page_size),
         *_index_tails(own, states.pop("dsa_tail", [])),
-        _ring(own.ring, states.pop("swa_ring", []), own),
     ]
     return [component for component in found if component is not None]
 
@@ -292,25 +292,13 @@ def _index_tails(own: Facts, entries: Sequence[_Entry]) -> list[Component]:
         _check_count(f"{name}_tail", keys + scores, 2 * num)
         shape = (facts.tail, facts.key_dim)
         tensors = {
-            role: {layer: _paged(entry, shape, facts.tail_dtype, own) for layer, entry in zip(facts.layers, half, strict=True)}
+            role: {layer: _paged(entry, shape, TAIL_DTYPE, own) for layer, entry in zip(facts.layers, half, strict=True)}
             for role, half in (("key", keys), ("score", scores))
         }
         roles = tuple(
-            Role(name=role, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=facts.tail_dtype)
-            for role in tensors
+            Role(name=role, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=TAIL_DTYPE) for role in tensors
         )
         state = State(name=f"{name}_tail", rows="pages", layers=(), roles=roles, optional=name != "index")
         found.append(state.component(tensors, topology=own.topology))
     _check_count("index_tail", rest, 0)
     return found
-
-
-def _ring(facts: RingFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:
-    _check_count("ring", entries, len(facts.layers) if facts is not None else 0)
-    if facts is None:
-        return None
-    role = Role(name="row", axes="page token byte", inner={"byte": whole(facts.row_nbytes)}, dtype="uint8")
-    shape = (1, facts.row_nbytes)
-    tensors = {layer: _paged(entry, shape, "uint8", own) for layer, entry in zip(facts.layers, entries, strict=True)}
-    state = State(name="ring", rows="pages", layers=(), roles=(role,))
-    return state.component({"row": tensors}, topology=own.topology)

@@ -55,13 +55,15 @@ def write_first_token(rows: Any, index: int, token: int, *, room: int, vocabular
         getattr(rows, f"{name}_idx")[index] = token
     for draft in (rows.output_topk_p, rows.output_topk_index, rows.output_hidden_states):
         draft[index] = 0
-    mask = [getattr(rows, f"output_token_sampling_{name}", None) for name in ("mask_len", "mask_idx", "logprobs")]
-    for given in mask:
+    for given in (
+        rows.output_token_sampling_mask_len,
+        rows.output_token_sampling_mask_idx,
+        rows.output_token_sampling_logprobs,
+    ):
         if given is not None:
             given[index] = 0
-    seeds = getattr(rows, "output_dsa_topk_indices", None)  # SGLang 0.5.16 has none
-    if seeds is not None:
-        seeds[index] = -1  # SGLang's value for no seed
+    if rows.output_dsa_topk_indices is not None:
+        rows.output_dsa_topk_indices[index] = -1  # SGLang's value for no seed
     rows.output_ids[index, 0] = token
     rows.bootstrap_room[index, 0] = room
 
@@ -79,7 +81,7 @@ def check_metadata(rows: Any, index: int, *, room: int, vocabulary: int) -> None
         "output_top_logprobs_idx": vocabulary,
         "output_topk_index": vocabulary,
     }
-    masks = getattr(rows, "output_token_sampling_mask_idx", None)
+    masks = rows.output_token_sampling_mask_idx
     if masks is not None:
         limits |= {"output_token_sampling_mask_idx": vocabulary, "output_token_sampling_mask_len": masks.shape[1] + 1}
     for name, limit in limits.items():

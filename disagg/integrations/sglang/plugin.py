@@ -232,7 +232,7 @@ def _send_cached(
 
 def _match_prefix(original: Callable[[Any, Any], Any], queue: Any, request: Any) -> Any:
     """With replaced embeddings the same token ids have another state, so decode's radix cache is not searched."""
-    if queue.transfer_backend.value != NAME or getattr(request, "positional_embed_overrides", None) is None:
+    if queue.transfer_backend.value != NAME or request.positional_embed_overrides is None:
         return original(queue, request)
     token_ids, request.origin_input_ids = request.origin_input_ids, array("q")
     try:

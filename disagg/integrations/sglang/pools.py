@@ -150,7 +150,7 @@ def _drafts(drafts: Drafts, topology: Topology, *, model: Any) -> tuple[DraftFac
                 window_buffers=_buffers(pool.swa_kv_pool),
                 window_scale_buffers=_scale_buffers(pool.swa_kv_pool),
                 window=drafts.window,
-                has_full_ids=bool(getattr(pool, "swa_uses_full_indices", False)),
+                has_full_ids=pool.swa_uses_full_indices,
             )
         found.append(facts)
     return tuple(found)

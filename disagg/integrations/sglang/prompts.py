@@ -68,7 +68,7 @@ def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
         namespace=namespace,
         salt=request.cache_salt or "",
         embeddings=request.input_embeds,
-        replaced=getattr(request, "positional_embed_overrides", None),
+        replaced=request.positional_embed_overrides,
     )
 
 

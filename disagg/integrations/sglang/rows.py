@@ -1,7 +1,6 @@
 """SGLang's lists of pages and state indices as rows, and the tokens that decode needs.
 
-The lists carry no positions. Windows and index keys end at the request's last page, ring rows at its last token, so the
-number of tokens says where a list starts.
+The lists carry no positions. Those of pages end at the request's last page, so the number of tokens says where a list starts.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ def state_rows(
             for tail, index in _tails(facts).items():
                 need = num_tokens - num_tokens % index.tokens_per_key, num_tokens
                 rows[tail] = ring_rows(slot, need=need, stride=index.tail)
-        elif name == "swa_ring":
-            rows["ring"] = to_the_end(listed, num_tokens, page_size=1)
         elif name in _SLOTS:
             rows |= dict.fromkeys(_components(name, facts), Slot(int(np.asarray(listed).reshape(-1)[0])))
         elif names := _components(name, facts):
@@ -113,8 +110,6 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
             start = max(start, num_tokens - facts.window)
         elif name in windows:
             start = max(start, num_tokens - windows[name])
-        elif name == "ring":
-            start = each.first_token  # a ring is never a prefix
         elif name in tails:
             start = num_tokens - num_tokens % tails[name].tokens_per_key
         if name in scales:  # a block is needed whole

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg import Topology
-from disagg.integrations.sglang.facts import Buffer, DraftFacts, Facts, IndexFacts, PageFacts, RingFacts, SlotFacts
+from disagg.integrations.sglang.facts import Buffer, DraftFacts, Facts, IndexFacts, PageFacts, SlotFacts
 from disagg.state.declare import Block
 
 Array = npt.NDArray[Any]
@@ -43,8 +43,6 @@ class Model:
     index_layers: tuple[int, ...] = ()
     tokens_per_key: int = 1
     tail: int = 0
-    ring_layers: tuple[int, ...] = ()
-    ring: int = 32
 
     def stage(self, layers: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
         """The layers of this pipeline stage: even cuts, the remainder to later stages."""
@@ -65,7 +63,7 @@ class Model:
 
     @property
     def all_layers(self) -> tuple[int, ...]:
-        return self.layers + self.window_layers + self.slot_layers + self.index_layers + self.ring_layers
+        return self.layers + self.window_layers + self.slot_layers + self.index_layers
 
 
 def share(total: int, topology: Topology) -> slice:
@@ -110,7 +108,6 @@ def contents(model: Model, seed: int, num_tokens: int) -> dict[tuple[str, int, s
         put(index, layers, "scale", (keys, 4), np.uint8)
         for role in ("key", "score") if model.tail else ():
             put(f"{index}_tail", layers, role, (num_tokens, 256), np.uint8)
-    put("ring", model.ring_layers, "row", (num_tokens, 48), np.uint8)
     return found
 
 
@@ -157,8 +154,6 @@ class Memory:
                 self._add(index, layer, "page", (self.num_pages, keys * 132), np.uint8)
                 for role in ("key", "score") if model.tail else ():
                     self._add(f"{index}_tail", layer, role, (self.num_slots, model.tail, 256), np.uint8)
-        for layer in model.stage(model.ring_layers, rank):
-            self._add("ring", layer, "row", (self.num_slots * model.ring, 48), np.uint8)
 
     def _add(self, component: str, layer: int, role: str, shape: tuple[int, ...], dtype: type = np.float32) -> None:
         self.buffers[component, layer, role] = np.zeros(shape, dtype)
@@ -200,7 +195,6 @@ class Memory:
                     slots.append(SlotFacts(role=role, layer=layer, axes=("head", "row", "column"), dtype="float32",
                                            shape=(heads // rank.tp, *rest), sharded="head",
                                            blocks=(Block(heads, 1),)))  # fmt: skip
-        ring = model.stage(model.ring_layers, rank)
         return Facts(
             topology=rank,
             kv=pages["kv"],
@@ -211,7 +205,6 @@ class Memory:
             by_layer=bool(model.windows),
             slots=tuple(slots),
             index=index_facts(model.stage(model.index_layers, rank)),
-            ring=RingFacts(layers=ring, row_nbytes=48) if ring else None,
         )
 
     def stages(self) -> list[Memory]:
@@ -240,7 +233,6 @@ class Memory:
         )  # fmt: skip
         for kind, buffers, rows in (
             ("swa", self._buffers("window", "k") + self._buffers("window", "v"), self.page_size),
-            ("swa_ring", self._buffers("ring", "row"), 1),
             ("mamba", self._buffers("ssm", "conv") + self._buffers("ssm", "temporal"), 1),
             ("dsa", index, 1),
             ("dsa_tail", tails, 1),
@@ -277,9 +269,6 @@ class Memory:
             elif kind in ("swa", "block_scale_swa"):
                 start = max(request.prefix, n - model.window) // size
                 found.append(request.window_pages[start : -(-n // size)].astype(np.int32))
-            elif kind == "swa_ring":
-                positions = np.arange(max(0, n - model.window), n)
-                found.append((request.slot * model.ring + positions % model.ring).astype(np.int32))
             elif kind in ("block_scale", "qsa_compressed", "minimax_dense_kv"):
                 found.append(request.pages[: -(-n // size)].astype(np.int32))
             elif kind == "qsa_pending":
@@ -308,8 +297,10 @@ class Memory:
                 found.append((name, part, buffer, (request.slot,)))
                 continue
             kind = component.removeprefix("draft_")
-            start = {"window": max(request.prefix, n - model.window), "ring": max(0, n - model.window),
-                     "index_tail": n - n % model.tokens_per_key}.get(kind, request.prefix)  # fmt: skip
+            start = {
+                "window": max(request.prefix, n - model.window),
+                "index_tail": n - n % model.tokens_per_key,
+            }.get(kind, request.prefix)
             if component == "kv" and layer in model.windows:
                 start = max(request.prefix, n - model.window)
             tokens = np.arange(start, n)
@@ -322,9 +313,6 @@ class Memory:
                     found.append((f"{name} {half}", whole[component, layer, half][keys], buffer, (page[:, None], columns)))
             elif kind == "index_tail":
                 found.append((name, whole[component, layer, role][tokens], buffer, (request.slot, tokens % model.tail)))
-            elif component == "ring":
-                found.append((name, whole[component, layer, role][tokens], buffer,
-                              (request.slot * model.ring + tokens % model.ring,)))  # fmt: skip
             else:
                 pages = request.window_pages if kind == "window" else request.pages
                 heads = {name: heads for name, _, heads, _ in model.paged(rank)}[component]

@@ -160,7 +160,8 @@ class RankProcess:
     def _check_metadata(self, index: int, room: int) -> None:
         ids, rooms = self.aux
         names = ("output_ids", "output_token_logprobs_idx", "output_top_logprobs_idx", "output_topk_index")
-        check_metadata(SimpleNamespace(bootstrap_room=rooms, **dict.fromkeys(names, ids)), index, room=room, vocabulary=2000)
+        rows = SimpleNamespace(bootstrap_room=rooms, output_token_sampling_mask_idx=None, **dict.fromkeys(names, ids))
+        check_metadata(rows, index, room=room, vocabulary=2000)
 
     def _check_scales(self) -> None:
         if self.has_new_scales:

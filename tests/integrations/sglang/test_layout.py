@@ -37,7 +37,6 @@ MODELS = {
     "draft with windows": Model(window_layers=(3,), draft_layers=(0,), draft_window_layers=(1, 2)),
     "window": Model(layers=(0,), window_layers=(1, 2), window_heads=2),
     "window in whole pages": Model(windows=(0, 2)),
-    "ring": Model(heads=None, dims=(24,), ring_layers=(0, 1)),
     "gdn": GDN,
     "mamba": MAMBA,
     "mamba2": MAMBA2,
@@ -187,6 +186,7 @@ def test_a_draft_on_the_last_pipeline_stage() -> None:
     ("changes", "message"),
     [
         ({"state_types": ["c128_state"]}, r"state_types\[0\]: expected one each of mamba, .* found 'c128_state'"),
+        ({"state_types": ["swa_ring"]}, r"state_types\[0\]: .* found 'swa_ring'"),
         ({"state_types": ["dsa", "dsa"]}, r"state_types\[1\]: .* found 'dsa'"),
         ({"kv_item_lens": [1024] * 6}, r"kv_item_lens\[0\]: expected 2048 bytes a row, found 1024"),
         ({"num_draft_entries": 2}, r"component 'draft': expected 0 buffers in KVArgs, found 2"),

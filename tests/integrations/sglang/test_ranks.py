@@ -57,7 +57,6 @@ CASES = {
     "mamba 2 to 1": (MAMBA, 2, 1, (16, 16)),
     "window 2 to 1, pages 64 to 16": (HYBRID_WINDOW, 2, 1, (64, 16)),
     "index keys and tails": (MODELS["index"], 1, 1, (16, 16)),
-    "ring": (MODELS["ring"], 1, 1, (16, 16)),
     "draft": (MODELS["draft"], 1, 1, (16, 16)),
     "draft of heads beside latents 2 to 1": (MODELS["draft of heads beside latents"], 2, 1, (16, 16)),
     "draft with windows 1 to 2": (MODELS["draft with windows"], 1, 2, (16, 16)),
