@@ -1,1 +1,1 @@
-"""State kinds: each declares the layouts of its tensors. Also the allocation of rows."""
+"""State kinds: each declares the layouts of its tensors."""
