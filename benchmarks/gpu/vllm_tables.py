@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from disagg.commands.shell.text import plain_table, table_text
+from disagg.commands.shell.text import plain_table
+from harness.tables import table_text
 
 Rows = Sequence[Mapping[str, Any]]
 TIMES = {

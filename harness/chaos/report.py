@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.commands.shell.text import plain_table, table_text
+from disagg.commands.shell.text import plain_table
+from harness.tables import table_text
 
 
 @dataclass

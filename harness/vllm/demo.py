@@ -10,8 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from disagg.commands.shell.text import plain_table, table_text
+from disagg.commands.shell.text import plain_table
 from harness.servers import Server, vllm_pair
+from harness.tables import table_text
 from harness.vllm.models import write_model
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "

@@ -124,19 +124,19 @@ COUNTS = Several(click.IntRange(1))
 SWEPT = ("backend", "model", "tokens", "requests", "concurrency", "run_pages")
 
 
-def paced(settings: dict[str, Any], *, has_requests: bool) -> list[Arrivals]:
-    """The arrivals for each number of requests. Takes their settings away, and fills in those of the trace. Raises
+def paced(settings: Mapping[str, Any], *, has_requests: bool) -> tuple[list[Arrivals], dict[str, Any]]:
+    """The arrivals for each number of requests, and the other settings with the trace's requests and tokens. Raises
     `ConfigError` and `OSError`.
     """
-    kind, per_s, trace = settings.pop("arrivals"), settings.pop("per_s"), settings.pop("trace")
+    rest = dict(settings)
+    kind, per_s, trace = rest.pop("arrivals"), rest.pop("per_s"), rest.pop("trace")
     if trace is None:
-        return [generated(kind, requests=n, per_s=per_s, seed=settings["seed"]) for n in settings["requests"]]
-    if kind != "together" or settings["tokens"] is not None:
+        return [generated(kind, requests=n, per_s=per_s, seed=rest["seed"]) for n in rest["requests"]], rest
+    if kind != "together" or rest["tokens"] is not None:
         raise ConfigError("trace: expected neither --arrivals nor --tokens with it: the trace has both")
-    found = [read_trace(trace, requests=n, per_s=per_s) for n in (settings["requests"] if has_requests else (None,))]
-    settings["requests"] = tuple(len(each.times_s) for each in found)
-    settings["tokens"] = (max(max(each.tokens) for each in found),)
-    return found
+    found = [read_trace(trace, requests=n, per_s=per_s) for n in (rest["requests"] if has_requests else (None,))]
+    rest |= {"requests": tuple(len(each.times_s) for each in found), "tokens": (max(max(each.tokens) for each in found),)}
+    return found, rest
 
 
 def cases_of(
@@ -351,7 +351,7 @@ def bench(
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
         has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
-        arrivals = paced(settings, has_requests=has_requests)
+        arrivals, settings = paced(settings, has_requests=has_requests)
         check_options(settings, prefill=prefill, connect=connect)
         if latency:
             check_latency(settings)

@@ -62,9 +62,8 @@ class Sample:
         queued: dict[int, float] = {}
         for report in sent:
             for result in _succeeded(report):
-                arrived = result.start - result.queued_s
-                queued[result.number] = min(result.start, starts.get(result.number, result.start)) - arrived
                 starts[result.number] = min(result.start, starts.get(result.number, result.start))
+                queued[result.number] = starts[result.number] - (result.start - result.queued_s)
         for report in received:
             for result in _succeeded(report):
                 if result.end >= ends.get(result.number, result.end):

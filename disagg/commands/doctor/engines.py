@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from disagg.commands.doctor.children import ChildFailed, ChildLate, child
 from disagg.commands.doctor.machine import cma_refused, ptrace
+from disagg.commands.shell.packages import ENGINE_PACKAGES, installed
 from disagg.machine.findings import Finding, Level, Machine, ok
 from disagg.machine.rdma import GID_VARIABLES
 
@@ -26,9 +26,9 @@ class Distribution:
 IN_CLONE = ", in a clone of disagg"
 """Where the extras can be installed from."""
 ENGINES: Mapping[str, Distribution] = {
-    "nixl": Distribution(("nixl", "nixl-cu12", "nixl-cu13"), "pip install '.[nixl]'" + IN_CLONE),
+    "nixl": Distribution(ENGINE_PACKAGES["nixl"], "pip install '.[nixl]'" + IN_CLONE),
     "mooncake": Distribution(
-        ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
+        ENGINE_PACKAGES["mooncake"],
         "pip install '.[mooncake-cpu]' (with CUDA 12: '.[mooncake]'; with CUDA 13: the package mooncake-transfer-engine-cuda13)"
         + IN_CLONE,
         ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"),
@@ -63,19 +63,10 @@ def library_fix(library: str) -> str:
     return f"apt install {DEBIAN[stem]}" if stem in DEBIAN else f"apt-file search {library}, then install a package it lists"
 
 
-def installed(engine: str) -> dict[str, str]:
-    found = {}
-    for package in ENGINES[engine].packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def engine(name: str, machine: Machine) -> Iterator[Finding]:
     """The engine is started in two processes that transfer to each other for about two seconds."""
-    shipped, found = ENGINES[name], installed(name)
+    shipped = ENGINES[name]
+    found = installed(shipped.packages)
     if not found:
         yield Finding(
             name, Level.WARNING, f"engine {name!r} is not installed", f"backend {name!r} cannot be used", shipped.install

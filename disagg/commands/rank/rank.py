@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -17,6 +16,7 @@ from disagg.commands.cases.instructions import Description
 from disagg.commands.cases.memory import memory_on
 from disagg.commands.cases.sides import Side
 from disagg.commands.shell.logs import Format, Level
+from disagg.commands.shell.packages import ENGINE_PACKAGES, installed
 from disagg.config import Config
 from disagg.core.address import is_loopback, parse_address
 from disagg.core.errors import ConfigError
@@ -25,16 +25,6 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import LocalRank, ModelId, encode_placements
 from disagg.models.pools import allocate
 from disagg.settings import meaning
-
-ENGINE_PACKAGES = {
-    "nixl": ("nixl", "nixl-cu13"),
-    "nvlink": ("cuda-bindings", "nvidia-cuda-nvrtc", "torch"),
-    "mooncake": (
-        "mooncake-transfer-engine",
-        "mooncake-transfer-engine-non-cuda",
-        "mooncake-transfer-engine-cuda13",
-    ),
-}
 
 
 class RankConfig(Config, frozen=True, kw_only=True):
@@ -141,10 +131,5 @@ def boot_id() -> str:
 
 
 def versions(backend: str) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("disagg", "numpy", "pyzmq", *ENGINE_PACKAGES.get(backend, ())):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    packages = ("disagg", "numpy", "pyzmq", *ENGINE_PACKAGES.get(backend, ()))
+    return {"python": platform.python_version(), **installed(packages)}

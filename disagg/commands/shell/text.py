@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
@@ -36,12 +35,6 @@ def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right
     for line in lines:
         table.add_row(*map(Text, line))
     return table
-
-
-def table_text(table: Table) -> str:
-    written = io.StringIO()
-    show(table, Console(file=written, color_system=None))
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 def show(table: Table, console: Console) -> None:
