@@ -8,7 +8,7 @@ import logging
 import re
 import tomllib
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -190,7 +190,7 @@ def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) ->
         raise wrong(expected_of(setting, error)) from None
 
 
-def _from_text(setting: Setting, value: str | Sequence[str], wrong: Any) -> Any:
+def _from_text(setting: Setting, value: str | Sequence[str], wrong: Callable[[str], ConfigError]) -> Any:
     """`value` has parts between commas, or is a text for each."""
     if not (is_list(setting) or is_table(setting)):
         return value

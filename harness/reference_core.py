@@ -83,6 +83,17 @@ class TokenRuns:
         )
 
 
+def coalesced(copies: CopyBatch) -> CopyBatch:
+    """The same copies, with neighbours that are contiguous on both sides joined."""
+    if not len(copies):
+        return copies
+    joins = (copies.source[:-1] + copies.nbytes[:-1] == copies.source[1:]) & (
+        copies.destination[:-1] + copies.nbytes[:-1] == copies.destination[1:]
+    )
+    starts = np.flatnonzero(np.concatenate(([True], ~joins)))
+    return CopyBatch(copies.source[starts], copies.destination[starts], np.add.reduceat(copies.nbytes, starts))
+
+
 def bind_numpy(
     plan: ComponentPlan,
     *,
@@ -99,7 +110,7 @@ def bind_numpy(
         if span.granule not in runs:
             runs[span.granule] = token_runs_numpy(plan, span.granule, source, destination, tokens, num_tokens)
         batches.append(expand_numpy(span, runs[span.granule], layers))
-    return CopyBatch.concatenate(batches).coalesced()
+    return coalesced(CopyBatch.concatenate(batches))
 
 
 def token_runs_numpy(

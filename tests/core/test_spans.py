@@ -15,6 +15,7 @@ from disagg.layout.binding import Stream, bind, bind_rows, span_shapes
 from disagg.testing.reference import KVModel
 from disagg.testing.scene import Case, Scene, Side
 from disagg.testing.strategies import HND
+from harness.reference_core import coalesced
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 2, "v": 2})
 CASES = [
@@ -62,7 +63,7 @@ def test_spans_of_a_request_match_bind(case: Case, layers: Sequence[int] | None)
         wanted = bind(plan, source=source, destination=destination, **what)
         batch = SpanBatch(span_shapes(plan), placed.span_runs())
         each = list(pieces(batch))
-        found = CopyBatch(*np.array(each, np.uint64).reshape(-1, 3).T).coalesced()
+        found = coalesced(CopyBatch(*np.array(each, np.uint64).reshape(-1, 3).T))
         for column in ("source", "destination", "nbytes"):
             np.testing.assert_array_equal(getattr(found, column), getattr(wanted, column))
         assert (batch.total_nbytes, len(batch)) == (wanted.total_nbytes, len(each))

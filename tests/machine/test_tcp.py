@@ -13,15 +13,15 @@ from disagg.machine.tcp import (
     SLOW_S,
     EngineConnections,
     new_listeners,
-    own_sockets,
     ports_of,
     retransmit_soon,
+    sockets_of,
 )
 from tests.support.tcp import longest_wait_ms, longest_waits_ms
 
 
 def test_new_listeners_what_they_accept_and_slow_connections_retransmit_soon() -> None:
-    before = own_sockets()
+    before = sockets_of("self")
     with socket.create_server(("127.0.0.1", 0)) as earlier:
         with new_listeners() as found:
             server = socket.create_server(("127.0.0.1", 0))

@@ -45,7 +45,7 @@ def test_each_elected_writer_gets_a_reserve_of_its_components_only() -> None:
 def test_rows_are_reserved_once_when_they_are_ready() -> None:
     sessions = Sessions()
     session = receive(sessions, ready=False)
-    assert (take_messages(sessions), session.state, session.reserved) == ([], ReceiveState.WAITING, False)
+    assert (take_messages(sessions), session.state) == ([], ReceiveState.WAITING)
     sessions.receives.ready(session, 1.0)
     assert [peer for peer, _ in take_messages(sessions)] == [P0, P1]
     sessions.receives.ready(session, 1.0)

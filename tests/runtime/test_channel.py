@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from disagg.core.errors import ConfigError, PeerUnreachable
-from disagg.machine.tcp import LONGEST_WAIT_S, own_sockets
+from disagg.machine.tcp import LONGEST_WAIT_S, sockets_of
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime import endless
 from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
@@ -183,7 +183,7 @@ def test_more_sockets_can_be_open_than_libzmq_allows_by_itself() -> None:
 
 def test_connections_retransmit_soon_at_both_ends() -> None:
     """Also once libzmq has connected anew."""
-    before = own_sockets()
+    before = sockets_of("self")
     server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
     client.connect(DIAL, server.address)
     try:

@@ -7,13 +7,13 @@ import socket
 
 import pytest
 
-from disagg.machine.tcp import TCP_RTO_MAX_MS, own_sockets
+from disagg.machine.tcp import TCP_RTO_MAX_MS, sockets_of
 
 
 def longest_waits_ms(*, since: dict[str, int]) -> list[int]:
     """Of every established TCP connection that this process has opened or accepted since then. Skips where Linux cannot say."""
     found = []
-    for inode, descriptor in own_sockets().items():
+    for inode, descriptor in sockets_of("self").items():
         with socket.socket(fileno=os.dup(descriptor)) as each:
             if inode not in since and each.family in (socket.AF_INET, socket.AF_INET6) and is_connected(each):
                 found.append(longest_wait_ms(each))
