@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, KVConnectorWorkerMetadata
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -66,6 +66,7 @@ def _add_names() -> None:
     MLAAttentionSpec.cache_role = SimpleNamespace(value="latent")
     MLAAttentionSpec.head_size_v = property(lambda _: 0, lambda *_: None)
     MambaSpec.tp_replicated = False
+    ModelConfig.enable_cumem_allocator = False
     ParallelConfig.elastic_ep_max_dp_size = property(lambda own: own.data_parallel_size)
     VllmConfig.diffusion_config = VllmConfig.watermark_config = None
     SpeculativeConfig.uses_draft_kv_cache = lambda own: own.use_eagle() or own.uses_draft_model()
@@ -76,7 +77,7 @@ def _add_names() -> None:
 if IS_OLDER:
     _add_names()
 
-from disagg.integrations.vllm import connector, layout  # noqa: E402  (reads those names)
+from disagg.integrations.vllm import connector, layout, worker  # noqa: E402  (reads those names)
 from disagg.integrations.vllm.metadata import BlockIds, WorkerReport  # noqa: E402
 
 _attention = layout._attention
@@ -86,6 +87,11 @@ def _older_attention(config: VllmConfig, name: str, layers: Any, tensors: Any, s
     """K and V, which on a GPU vLLM 0.23 gives as `[block, K or V, token, head, dim]`: planes, as 0.32 has them elsewhere."""
     planes = {layer: tensor.view(*tensor.shape[:3], -1) if tensor.dim() == 5 else tensor for layer, tensor in tensors.items()}
     return _attention(config, name, layers, planes, spec, **placed)
+
+
+def _frees_early(config: VllmConfig) -> bool:
+    """With vLLM 0.23 an ended request's blocks go to others while a step still writes them, in all roles."""
+    return bool(config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1)
 
 
 _make_manager = KVCacheManager.__init__
@@ -167,7 +173,7 @@ class OlderConnector(connector.DisaggConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        is_loading = self.scheduler.is_loading(request.request_id)
+        is_loading = request.request_id in self.scheduler._loading
         found = super().request_finished_all_groups(request, block_ids)
         if is_loading:
             self._ended.add(request.request_id)
@@ -217,5 +223,6 @@ class OlderConnector(connector.DisaggConnector):
 
 
 if IS_OLDER:
-    layout._attention, KVCacheManager.__init__ = _older_attention, _make_known_manager
+    layout._attention, worker._frees_early = _older_attention, _frees_early
+    KVCacheManager.__init__ = _make_known_manager
 DisaggConnector = OlderConnector if IS_OLDER else connector.DisaggConnector

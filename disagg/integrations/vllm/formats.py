@@ -64,11 +64,6 @@ def is_windowed_latent(spec: Any) -> bool:
     return type(spec) is SlidingWindowMLASpec
 
 
-def granule_of(spec: Any) -> int:
-    """The tokens that one vector stands for."""
-    return int(spec.tokens_per_state)
-
-
 def is_convolved(spec: Any) -> bool:
     """Whether a cache holds the last inputs of short convolutions: a window without V (Inkling)."""
     return type(spec) is SlidingWindowSpec and spec.head_size_v == 0
@@ -166,7 +161,7 @@ def shared_component(
     """Latents, index keys or states of compressors, which every rank has whole. With inline scales `role` gets the format's
     name.
     """
-    found, granule = read_format(spec, name), granule_of(spec)
+    found, granule = read_format(spec, name), int(spec.tokens_per_state)
     if found is Format.BY_BLOCK:
         data_nbytes, scale_nbytes = INDEX_KEYS[spec.head_size] if is_index(spec) else V4_LATENT
         return sparse.index_keys(

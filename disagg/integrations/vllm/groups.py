@@ -222,7 +222,7 @@ def check_engine(config: VllmConfig) -> None:
             config.model_config.enable_sleep_mode
         ),
         "--enable-cumem-allocator: with it /sleep frees the KV cache, also without sleep mode": bool(
-            getattr(config.model_config, "enable_cumem_allocator", False)
+            config.model_config.enable_cumem_allocator
         ),
     }
     for reason, found in refused.items():

@@ -121,18 +121,14 @@ class Keeper:
     def __init__(
         self, config: VllmConfig, groups: Sequence[Group], prompts: Prompts, options: Options, manager: KVCacheManager
     ) -> None:
-        self._groups, self._prompts, self._options, self._manager = groups, prompts, options, manager
+        self._groups, self._prompts, self._options, self.manager = groups, prompts, options, manager
         self._is_exact = not all(group.is_incremental for group in groups)
         self._has_states = any(group.kind is Kind.STATE for group in groups)
         self._num_drafted = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-        self._reason = _reason_against(config, groups, has_states=self._has_states)
+        self.reason = _reason_against(config, groups, has_states=self._has_states)
+        """Why this server keeps no request, if so."""
         max_blocks = int(options.kept_share * manager.block_pool.num_gpu_blocks)
         self._requests = KeptRequests(max_blocks=max_blocks, num_ranks=config.parallel_config.world_size)
-
-    @property
-    def reason(self) -> str:
-        """Why this server keeps no request, if so."""
-        return self._reason
 
     @property
     def keeps(self) -> bool:
@@ -151,7 +147,7 @@ class Keeper:
         num_tokens = request.num_tokens - 1  # the last one was drawn, and not computed
         request_id = new_request_id().hex() if given is True else str(given)
         num_blocks = sum(block != 0 for ids in blocks for block in ids)  # not those that windows have left
-        reason = self._reason or self._problem(request, blocks, num_tokens) or problem_of_id(request_id, "keep")
+        reason = self.reason or self._problem(request, blocks, num_tokens) or problem_of_id(request_id, "keep")
         if reason := reason or self._requests.reason_against(
             request.request_id, request_id, num_blocks, is_stopped=bool(move_id)
         ):
@@ -166,7 +162,7 @@ class Keeper:
             remote_beginnings="".join(digests[:MAX_BEGINNINGS]),
             remote_keep_s=self._options.keep_s,
         )
-        held = touch(self._manager, request.request_id)
+        held = touch(self.manager, request.request_id)
         given_up = self._requests.add(request.request_id, hand_off, held, is_stopped=bool(move_id))
         step.given_up += [each.request_id for each in given_up]
         self._send(request.request_id, hand_off, blocks, step)
@@ -186,12 +182,12 @@ class Keeper:
             -(-num_tokens // group.block_size) + -(-self._num_drafted // group.block_size) + group.num_scratch
             for group in self._groups
         )
-        num_free = self._manager.block_pool.get_num_free_blocks()
+        num_free = self.manager.block_pool.get_num_free_blocks()
         step.given_up += [each.request_id for each in self._requests.make_free(num_blocks, num_free=num_free)]
 
     def end(self, ended: Mapping[str, int]) -> None:
         for blocks in self._requests.end(ended):
-            give_back(self._manager, blocks)
+            give_back(self.manager, blocks)
 
     def _problem(self, request: Request, blocks: BlockIds, num_tokens: int) -> str:
         """Why the state of `num_tokens` tokens is not whole, if so."""

@@ -217,7 +217,7 @@ def _attention(
         expected = {Format.INLINE: "TRITON_ATTN", Format.NVFP4: "FLASHINFER"}[found]
         if backend != expected:
             raise ConfigError(f"component {name!r}: expected {layer.kv_cache_dtype} of {expected}, found the backend {backend}")
-        if found is Format.NVFP4 and not getattr(layer.impl, "nvfp4_fa2", False):  # all layers have the same GPU
+        if found is Format.NVFP4 and not layer.impl.nvfp4_fa2:  # all layers have the same GPU
             expected = "scales of V for each token (FlashInfer's FA2)"
             raise ConfigError(
                 f"component {name!r}: expected {expected}, found those of vLLM's kernel for SM100, which mixes tokens"

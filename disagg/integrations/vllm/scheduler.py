@@ -115,7 +115,6 @@ class SchedulerHalf:
         self._prompts = Prompts(config)
         self._leader: RankAddress | None = None
         self._bootstrap: Bootstrap | None = None
-        self._manager: KVCacheManager | None = None
         self._keeper: Keeper | None = None
         self._moves = Moves(config)
         self._num_cached: dict[int, dict[str, int]] = {}
@@ -139,7 +138,6 @@ class SchedulerHalf:
 
     def bind(self, manager: KVCacheManager) -> None:
         """Raises `AttributeError` if vLLM counts cached blocks otherwise."""
-        self._manager = manager
         self._keeper = Keeper(self._config, self._groups, self._prompts, self._options, manager)
         for group in self._groups:
             if group.window is not None:
@@ -275,10 +273,9 @@ class SchedulerHalf:
             self._end_early(step, prefill)
 
     def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
-        assert self._manager is not None
         start, stop = prefill.num_sent, min(num_computed, prefill.num_tokens)
         if start < stop:
-            blocks = self._manager.get_block_ids(prefill.request.request_id)
+            blocks = self.keeper.manager.get_block_ids(prefill.request.request_id)
             chosen = tuple(group.covering(blocks[group.index], start, stop) for group in self._groups)
             step.chunks.append(Chunk(prefill.request.request_id, prefill.request_id, prefill.attempt, chosen, start, stop))
             prefill.num_sent = stop
@@ -287,10 +284,9 @@ class SchedulerHalf:
         """End a send in the step that computes it, not in the next one. The blocks are held, since vLLM may still preempt or
         abort the request.
         """
-        assert self._manager is not None
         req_id = prefill.request.request_id
-        finish = self._finish(prefill, self._manager.get_block_ids(req_id))
-        self._sent[req_id] = self._touch(req_id)
+        finish = self._finish(prefill, self.keeper.manager.get_block_ids(req_id))
+        self._sent[req_id] = touch(self.keeper.manager, req_id)
         step.finishes.append(finish)
 
     def _finish(self, prefill: Prefill, blocks: BlockIds) -> Finish:
@@ -437,9 +433,6 @@ class SchedulerHalf:
             num_cached = self._num_cached[group.index]
             num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
 
-    def is_loading(self, req_id: str) -> bool:
-        return req_id in self._loading
-
     def _unresolved(self, request: Request) -> HandOff | None:
         """The hand-off that was not loaded or declined. A damaged one is removed. So is that of another prompt, which is
         declined when this request ends, unless it was loaded by then.
@@ -528,17 +521,12 @@ class SchedulerHalf:
         return stats
 
     def _hold(self, req_id: str) -> None:
-        self._held[req_id] = blocks = self._touch(req_id)
+        self._held[req_id] = blocks = touch(self.keeper.manager, req_id)
         logger.warning("request %s: %d blocks are held until prefill cannot write them any more", req_id, len(blocks))
-
-    def _touch(self, req_id: str) -> list[Any]:
-        assert self._manager is not None
-        return touch(self._manager, req_id)
 
     def _give_back(self, blocks: list[Any] | None) -> None:
         if blocks:
-            assert self._manager is not None
-            give_back(self._manager, blocks)
+            give_back(self.keeper.manager, blocks)
 
 
 def _prompt_id(request: Request) -> str:

@@ -17,7 +17,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
@@ -75,7 +74,7 @@ class WorkerHalf:
         self._caches: tuple[Cache, ...] = ()
         self._leader: RankAddress | None = None
         self._is_cuda = False
-        self._is_written = bool(getattr(kv, "needs_kv_cache_zeroing", False)) or _frees_early(config)
+        self._is_written = kv.needs_kv_cache_zeroing or _frees_early(config)
         """Whether earlier steps may still write a load's blocks: vLLM clears some, and in some roles frees others too early.
         Inside `MultiConnector` the role is unknown.
         """
@@ -328,9 +327,9 @@ class WorkerHalf:
         """End a request that waits for decode while decode waits too: each holds blocks for requests that the other has none
         for.
         """
-        sends = [send for send in self._sends.values() if send.handle is not None and send.lease is None]
-        held = [send for send in sends if send.finished_s is not None and send.handle and send.handle.readers is None]
-        is_wanted = any(send.finished_s is None and send.handle and send.handle.readers for send in sends)
+        sends = [(send.finished_s, send.handle) for send in self._sends.values() if send.handle and send.lease is None]
+        held = [(since_s, handle) for since_s, handle in sends if since_s is not None and handle.readers is None]
+        is_wanted = any(since_s is None and handle.readers for since_s, handle in sends)
         now = time.monotonic()
         if not (idle and held and is_wanted):
             self._blocked_since_s = math.inf
@@ -338,9 +337,8 @@ class WorkerHalf:
         self._blocked_since_s = min(self._blocked_since_s, now)
         if now > self._blocked_since_s + BLOCKED_S:
             self._blocked_since_s = now
-            oldest = min(held, key=lambda send: send.finished_s or 0.0)
-            if oldest.handle is not None:
-                oldest.handle.abort("decode has reserved other requests, for which prefill needs its blocks")
+            _, oldest = min(held, key=lambda each: each[0])
+            oldest.abort("decode has reserved other requests, for which prefill needs its blocks")
 
     def _give_up(self, request_id: bytes) -> None:
         """End a request that will not be sent, and refuse it to decode, which may already wait."""
@@ -515,8 +513,7 @@ def _frees_early(config: VllmConfig) -> bool:
     """
     overlaps = config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1
     assert config.kv_transfer_config is not None
-    defers = hasattr(Scheduler, "_drain_deferred_frees") and config.kv_transfer_config.is_kv_consumer
-    return bool(overlaps) and not defers
+    return bool(overlaps) and not config.kv_transfer_config.is_kv_consumer
 
 
 def _recorded_event() -> ReadyEvent:
