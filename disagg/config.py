@@ -124,7 +124,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return cls(**found)
 
     def manager_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `KVManager`, with the key file read."""
+        """The keyword arguments of `KVManager`, with key files read. Raises `ConfigError` or `OSError`, naming the file."""
         given = {name: getattr(self, name) for name in Config.__struct_fields__}
         keys = None if self.keys is None else read_keys(self.keys)
         return {**given, "keys": keys, "peer_keys": self.public_keys()}
@@ -136,7 +136,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return {name: public_key(text, what=f"peer {name!r}, public key") for name, text in self.peer_keys.items()}
 
     def manager(self, *, topology: Topology, components: Sequence[Component], model: ModelId) -> KVManager:
-        """A manager with these settings and peers, which the caller closes."""
+        """A manager with these settings and peers, which the caller closes. Raises as `manager_arguments` and `KVManager`."""
         return KVManager(topology=topology, components=components, model=model, **self.manager_arguments())
 
 

@@ -65,16 +65,17 @@ def new_request_id() -> bytes:
 
 
 class KVManager:
-    """One rank's transfers. Only `wait_ready`, `drain`, `close` and `wait` of a request block. A forked child cannot use
-    its parent's manager: calls raise `LocalProtocolError`, and `close` does nothing.
+    """One rank's transfers. Only `wait_ready`, `drain`, `close` and `wait` of a request block. Once the manager has ended,
+    calls that begin something raise `LocalProtocolError`. A forked child cannot use its parent's manager: all calls raise
+    `LocalProtocolError`, and `close` does nothing.
 
     `name` is the instance's, the same on all its ranks: 1 to 256 characters. `components` is this rank's state, as
     `disagg.state` or `disagg.models` declares it over the server's memory. `topology` is needed only without components.
     `model` must be the same on both sides.
 
     `listen` is this rank's control address, `tcp://host:port`; port 0 is any. If it is every interface, peers need
-    `advertise`, whose host is also the engine's. `leader` is the control address of rank 0 (`None` on rank 0); without it a
-    rank takes no request before `set_leader`. Off loopback the control channel needs `keys` or `insecure=True`, and an
+    `advertise`, whose host is also the engine's. `leader` is the control address of rank 0 (`None` on rank 0); without it
+    another rank takes no request before `set_leader`. Off loopback the control channel needs `keys` or `insecure=True`, and an
     engine over open TCP needs `trusted_network=True`.
 
     `peers` gives the addresses of other instances' leaders by name, and `peer_keys` their public keys (40 characters of
@@ -89,11 +90,11 @@ class KVManager:
     (empty: any). With `require` it fails to start unless that transport is in use. `limits` bounds the protocol's queues
     and times, `connection_limits` the times of the handshake and of liveness.
 
-    Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's threshold). Peers on other hosts write
-    slots that this rank copies into its rows, since there is no proof from there that a lost peer writes no more. With
-    `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but the rows of a
-    peer that is lost during a request stay out of use until `close`. `verify` says how much of what this rank receives is
-    compared with what was sent: `"off"` or `"full"`.
+    Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's threshold). Unless that is 0, peers on
+    other hosts write slots that this rank copies into its rows, since there is no proof from there that a lost peer writes
+    no more. With `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but
+    the rows of a peer that is lost during a request stay out of use until `close`. `verify` says how much of what this rank
+    receives is compared with what was sent: `"off"` or `"full"`.
 
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`,
     beside `/healthz` and `/readyz`, without authentication. With `tracing` each request has OpenTelemetry spans, by the
@@ -223,7 +224,7 @@ class KVManager:
     def wait_ready(self, name: str, *, timeout_s: float = 60.0) -> None:
         """Wait until every rank of a peer has answered, plans are compared, and the engine is connected. Raises
         `PeerUnreachable` with the reason after `timeout_s` seconds, and at once for a reason that will not pass, such as
-        layouts that do not match.
+        layouts that do not match; `LocalProtocolError` unless `timeout_s` is finite and at least 0.
         """
         check_process(self._runtime)
         check_text(name, "peer")
@@ -272,10 +273,10 @@ class KVManager:
         keys also its `public_key`. It is forgotten after it has been away for `ConnectionLimits.forget_s`, and at once if
         nobody listens at its address; requests that wait for it fail.
 
-        Raises `PeerUnreachable` for an unknown peer without an address, or one too many; `LayoutError` for rows that cannot
-        hold the needed tokens; `LocalProtocolError` for an argument of the wrong type, an attempt that is under way, rows
-        that another request holds, and on a rank that does not know its leader. Later errors fail the request, with cause
-        `invalid` for an attempt that has ended before.
+        Raises `PeerUnreachable` for an unknown peer without an address, or one too many; `ConfigError` for an invalid
+        address or key; `LayoutError` for rows that cannot hold the needed tokens; `LocalProtocolError` for another invalid
+        argument, an attempt that is under way, rows that another request holds, after `drain`, and on a rank that does not
+        know its leader. Later errors fail the request, with cause `invalid` for an attempt that has ended before.
         """
         self._make_known(peer, address, public_key)
         return open_receiver(
@@ -336,8 +337,8 @@ class KVManager:
         attempt: int = 0,
     ) -> None:
         """Tell `peer`'s `group` that this rank needs nothing of a request, so that its sender succeeds. Each rank that
-        would have opened a receiver calls it. It is sent once the peer is ready. Arguments and errors are those of
-        `receiver`.
+        would have opened a receiver calls it. It is sent once the peer is ready, within 60 s. Arguments and errors are those
+        of `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.decline, request_key(request_id, attempt), peer=peer, group=group)
@@ -353,7 +354,8 @@ class KVManager:
         attempt: int = 0,
     ) -> None:
         """Tell `peer`'s `group` that this rank still wants a request for which it has no rows yet, so that the peer may
-        keep it (`Sender.wanted_at`). It is sent once the peer is ready. Arguments and errors are those of `receiver`.
+        keep it (`Sender.wanted_at`). It is sent once the peer is ready, within 60 s. Arguments and errors are those of
+        `receiver`.
         """
         self._make_known(peer, address, public_key)
         tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)
@@ -387,7 +389,9 @@ class KVManager:
         return health_of(self._runtime)
 
     def drain(self, *, timeout_s: float) -> bool:
-        """Take no new requests, and wait up to `timeout_s` seconds for those under way. Returns whether all have ended."""
+        """Take no new requests, and wait up to `timeout_s` seconds for those under way. Returns whether all have ended.
+        Raises `LocalProtocolError` unless `timeout_s` is finite and at least 0.
+        """
         check_process(self._runtime)
         return self._runtime.requests.drain(check_timeout(timeout_s))
 
@@ -401,7 +405,7 @@ class KVManager:
         self._runtime.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
-        """Wrap the control channel once, as `disagg.testing.faults.mistreat` does."""
+        """Wrap the control channel, as `disagg.testing.faults.mistreat` does. Raises `LocalProtocolError` the second time."""
         check_process(self._runtime)
         self._runtime.interpose(wrap)
 

@@ -49,10 +49,10 @@ def combine(events: Iterable[Event]) -> DisaggError | None:
 
 class Requests(Protocol):
     def drop_event(self, handle: RequestHandle) -> None:
-        """Take its event out of the server's queue."""
+        """Take the event of a request out of the server's queue."""
 
     def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
-        """The request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row
+        """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row
         that a receive holds.
         """
 
@@ -84,7 +84,7 @@ class Control(Protocol):
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
 
     def end_unopened(self, handle: RequestHandle, error: DisaggError) -> None:
-        """For a request that has no session yet. In the control thread."""
+        """End a request that has no session yet. In the control thread."""
 
 
 Place = tuple[str, str, RequestKey, bool]
@@ -203,8 +203,8 @@ class RequestHandle:
         raise NotImplementedError
 
     def on_end(self, callback: Callable[[Event], object]) -> None:
-        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended. Raises
-        `LocalProtocolError` if it is not callable.
+        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended.
+        `KVManager.events` also returns the event. Raises `LocalProtocolError` if `callback` is not callable.
         """
         if not callable(callback):
             raise LocalProtocolError(f"on_end: expected a function, found {callback!r}")
@@ -302,7 +302,7 @@ class Sender(RequestHandle):
         return None if self.session is None else self.session.wanted_at
 
     def needed(self, component: str) -> TokenRange | None:
-        """The tokens `[start, stop)` that the receivers need; `None` until all of them have reserved. Raises
+        """The tokens `[start, stop)` that the receivers need; `None` until all have reserved, and if none needs any. Raises
         `LocalProtocolError` for an undeclared component.
         """
         check_process(self._control)
@@ -321,7 +321,8 @@ class Sender(RequestHandle):
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
         Raises `LocalProtocolError` for arguments of the wrong type, an undeclared component, tokens of a layer that were
-        already sent, rows that a receive holds, more than 65,536 chunks, or after `finish`.
+        already sent, rows that a receive holds, more than 65,536 chunks, after `finish`, or once the manager has ended;
+        `LayoutError` for invalid ids.
         """
         chunk = self._chunk(rows, tokens, layers, ready)
 
@@ -335,8 +336,7 @@ class Sender(RequestHandle):
         """Send the last rows, if any, and give every receiver `payload` with its success. This yields the GIL for up to 1
         ms, so that copies start now and not once the server waits.
 
-        Raises `LocalProtocolError` as `send` does, the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES`
-        bytes.
+        Raises as `send` does, and `LocalProtocolError` the second time, or for a payload of more than 65,536 bytes.
         """
         check_payload(payload)
         if self._finished:
@@ -379,7 +379,7 @@ class Sender(RequestHandle):
 
 
 def check_process(control: Control) -> None:
-    """In a forked child nothing of the manager works."""
+    """Raises `LocalProtocolError` in a forked child, where nothing of the manager works."""
     if control.inherited:
         raise LocalProtocolError(control.inherited)
 

@@ -32,7 +32,9 @@ class TransferStatus(enum.Enum):
 
 
 class Fence(enum.Enum):
-    """`QUIET`: nothing of the peer's epoch can still write or read here, or there from here. `UNKNOWN`: no proof."""
+    """`QUIET`: the peer's process of that epoch and this engine cannot touch each other's memory any more. `UNKNOWN`: no
+    proof.
+    """
 
     QUIET = "quiet"
     UNKNOWN = "unknown"
@@ -51,7 +53,8 @@ class BackendOptions:
 
     `host`: the address at which peers reach the engine. `devices`: NICs that it may use; empty: its choice. `require`:
     the engine raises `BackendUnavailable` at its start without this transport. `trusted_network`: everyone who can
-    reach `host` is trusted; an engine with open TCP needs this off loopback.
+    reach `host` is trusted; an engine with open TCP needs this off loopback. Raises `ConfigError` if `require` is
+    `AUTO` or contradicts `transport`.
     """
 
     host: str = "127.0.0.1"
@@ -87,7 +90,7 @@ class StagingShape:
     Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A receiver lends `num_lent`
     slots, up to `window` of them to one writer, which packs into `window` + `spares` buffers. Slots are reported and
     lent `at_once`, but never more than half a window together. `address_space`: how many times the lent slots are reserved
-    as addresses (`LentSlots`). `gathers_from`: see `Gathering`.
+    as addresses (`LentSlots`). `gathers_from`: see `Gathering`. Raises `ConfigError` for negative numbers, and sizes of 0.
     """
 
     pack_below: int = 0
@@ -179,10 +182,12 @@ class Backend(Protocol):
         """
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """Whether everything ever posted to or by the peer's epoch has provably finished. Never a guess."""
+        """Whether everything ever posted to or by the peer's epoch has provably finished. Never a guess; `UNKNOWN` for
+        another epoch than the peer's. Also called after `disconnect`.
+        """
 
     def disconnect(self, peer: RemotePeer) -> None:
-        """Drop the peer. Pending transfers can still be polled."""
+        """Drop the peer; idempotent. Pending transfers can still be polled."""
 
     def close(self) -> None:
-        """Release everything; idempotent."""
+        """Release everything; idempotent. Later calls of `submit` and `connect` raise a `DisaggError`."""

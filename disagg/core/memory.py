@@ -21,7 +21,7 @@ ITEMSIZE = {
 
 @dataclass(frozen=True, order=True)
 class Device:
-    """The CPU, or a GPU by its index."""
+    """The CPU, or a GPU by its index. Raises `ConfigError` for a kind other than `"cpu"` and `"cuda"`."""
 
     kind: str = "cpu"
     index: int = 0
@@ -47,7 +47,9 @@ CPU = Device()
 
 @dataclass(frozen=True, order=True)
 class MemoryRegion:
-    """`nbytes` bytes from `address` in this process, for an engine to register. `owner` keeps them alive."""
+    """`nbytes` bytes from `address` in this process, for an engine to register. `owner` keeps them alive. Raises
+    `ConfigError` unless address and size are positive integers.
+    """
 
     address: int
     nbytes: int
@@ -99,7 +101,8 @@ def _make_plain(record: object, *names: str) -> None:
 @dataclass(frozen=True)
 class RawTensor:
     """A tensor's address of element 0, shape, strides in *elements*, dtype name and device. Without an `owner`, the caller
-    must keep the memory alive while a manager uses it.
+    must keep the memory alive while a manager uses it. Raises `ConfigError` for an unknown dtype, negative numbers, or
+    another number of strides than sizes.
     """
 
     pointer: int
@@ -131,6 +134,7 @@ class RawTensor:
         return (last + 1) * self.itemsize
 
     def select(self, axis: int, index: int) -> RawTensor:
+        """Raises `ConfigError` for an index outside `axis`."""
         if not 0 <= index < self.shape[axis]:
             raise ConfigError(f"tensor axis {axis}: expected an index in [0, {self.shape[axis]}), found {index}")
         keep = [i for i in range(len(self.shape)) if i != axis]
@@ -166,7 +170,7 @@ class _ArrayLike(Protocol):
 
 def raw_tensor(tensor: Any) -> RawTensor:
     """The `RawTensor` of a torch tensor, a NumPy array, a `RawTensor` or `(pointer, shape, strides, dtype, device)`, with
-    strides in elements. It holds the tensor or array. Raises `ConfigError` for anything else.
+    strides in elements. It holds the tensor or array. Raises `ConfigError` for anything else, and for read-only arrays.
     """
     if isinstance(tensor, RawTensor):
         return tensor

@@ -23,7 +23,7 @@ class Pages:
     """Page ids in token order: `ids[0]` is the page with token `first_token` of the request.
 
     `first_token` may be anywhere in its page. A negative id means no page. The ids, a sequence or 1-D array, are copied and
-    read-only. Raises `LayoutError` unless they are integers of -2**31 to 2**31 - 1.
+    read-only. Raises `LayoutError` unless they are integers of -2**31 to 2**31 - 1, and for a negative `first_token`.
     """
 
     ids: npt.NDArray[np.int32]

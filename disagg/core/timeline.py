@@ -33,7 +33,7 @@ class Timeline(TransferPhases, frozen=True, kw_only=True):  # type: ignore[misc]
 
     * `wait_s`: until that transfer could begin. A send waits for reservations and its rows, a receive for its writers.
     * `bind_s`, `pack_s`, `post_s`, `wire_s`: row ids become addresses, small pieces are packed,
-      copies are given to the engine, it finishes.
+      copies are given to the engine, the engine finishes.
     * `unpack_s`: of a receive, until the last packed bytes are in its rows.
     * `handover_s`: messages and checksums, until the manager has ended the request.
     * `wake_s`: until the server had the event; 0 before that.

@@ -70,6 +70,7 @@ class Topology:
         return self.tp_rank // self.moe_tp
 
     def at(self, rank: int) -> Topology:
+        """The same instance, seen from `rank`. Raises `ConfigError` outside 0 to `num_ranks - 1`."""
         if not 0 <= rank < self.num_ranks:
             raise ConfigError(f"rank: expected 0 to {self.num_ranks - 1}, found {rank}")
         rest, tp_rank = divmod(rank, self.tp)

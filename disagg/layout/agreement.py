@@ -207,7 +207,7 @@ class Agreement:
 
 
 def expected_tokens(owned: Owned | None, need: tuple[int, int]) -> tuple[int, int]:
-    """The hull of a writer's tokens inside `need`."""
+    """The hull of a writer's tokens inside `need`; all of `need` for a slot and for periodic ownership."""
     start, stop = need
     if owned is None or isinstance(owned, Periodic):
         return need

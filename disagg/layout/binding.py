@@ -40,14 +40,17 @@ def bind(
 
     Copies are in order of spans, layers, tokens and dims; neighbours are joined. `num_tokens`: the length of the whole
     request if `tokens` is only a part; shares depend on it. With `out` the batch lies in its memory and is valid until `out`
-    is used again. Raises `LayoutError`, with the first needed position that has no page or slot inside its pool.
+    is used again. Raises `LayoutError`, with the first needed position that has no page or slot inside its pool, or a source
+    page that is listed twice.
     """
     bound = bind_rows(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
     return bound.copies(out=out, num_threads=num_threads)
 
 
 class BoundRows(msgspec.Struct, frozen=True, eq=False):
-    """Span classes, by number, and the request's runs of tokens for each."""
+    """Span classes, by number, and the request's runs of tokens for each (int64 `[runs, 5]`, as of `token_runs`). `layers`:
+    int64, `None`: all.
+    """
 
     plan: ComponentPlan
     numbers: Sequence[int]

@@ -33,7 +33,9 @@ ChecksumFunction = Callable[..., int]
 
 @dataclass(frozen=True, eq=False)
 class ChecksumBox:
-    """A box of one tensor in one side's memory. `axes` are `(count, stride, global start)`, sorted by name."""
+    """A box of one tensor in one side's memory. `axes` are `(count, stride, global start)`, sorted by name. Strides
+    are in bytes.
+    """
 
     seed: int
     layers: Ints

@@ -20,7 +20,8 @@ TWICE = "numbers would be quantized twice"
 
 class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`scales`: by layer, in memory order; with an `axis`, by each position of it that this rank owns, layer after layer.
-    `rounding`: one of `disagg.core.formats`, or `None` if only the engine can make such numbers.
+    `rounding`: one of `disagg.core.formats`, or `None` if only the engine can make such numbers. Raises
+    `LayoutError` for another rounding, and scales that are not positive numbers of single precision.
     """
 
     scales: tuple[float, ...]

@@ -66,7 +66,7 @@ class Election(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for equal elections."""
+        """SHA-256, equal for equal elections."""
         return hashlib.sha256(encode(self)).digest()
 
     @cached_property

@@ -1,5 +1,5 @@
 """Which positions of an axis a rank holds, in which order, and how two ownerships overlap. The *local index* of a position
-is its place in memory order among those that the rank owns.
+is its place in memory order among those that the rank owns. Invalid ownerships raise `LayoutError`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Components, where their rows lie in memory, and checks of a server's tensors against a declaration."""
+"""Components, where their rows lie in memory, and checks of a server's tensors against a declaration. Invalid placements
+raise `LayoutError`.
+"""
 
 from __future__ import annotations
 

@@ -25,9 +25,10 @@ class SpanClass:
     """Copies of one shape: one run of bytes for each pair of bases, each run of tokens, and each step of `dims`.
 
     `layers` are those of the bases: a layer may have several. The bases, uint64 `[layers]`, include the offsets of the box.
-    `dims` are `(count, source_stride, destination_stride)` in bytes, outermost first. A run of `n` tokens' positions is one
-    run of `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. With a `conversion`, `nbytes` are
-    the destination's; the source has as many elements in its own dtype.
+    Strides are in bytes, pairs of them `(source, destination)`. `dims` are `(count, source_stride, destination_stride)`,
+    outermost first. A run of `n` tokens' positions is one run of `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`,
+    `token_strides` apart. With a `conversion`, `nbytes` are the destination's; the source has as many elements in its own
+    dtype.
     """
 
     layers: Ints
@@ -225,7 +226,7 @@ def _in_each(
 def _conversion(
     flow: Flow, source: TensorLayout, destination: TensorLayout, box: Mapping[str, Interval]
 ) -> tuple[Conversion | None, str | None]:
-    """The axis is the one whose positions have scales of their own."""
+    """How numbers are converted, and the axis whose positions have scales of their own; `None` if not, or if none has."""
     if source.dtype == destination.dtype or source.numbers is None or destination.numbers is None:
         return None, None
     quantized = source if source.dtype in QUANTIZED else destination

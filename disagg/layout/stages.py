@@ -17,7 +17,9 @@ from disagg.layout.tables import ComponentLayout
 Layouts = tuple[ComponentLayout | None, ...]
 
 Gather = Callable[[Any], Sequence[Any]]
-"""Returns what a rank of each pipeline stage gives, in order of stages, as `torch.distributed.all_gather_object` does."""
+"""Returns what a rank of each pipeline stage gives, in order of stages. Every stage calls it, as with
+`torch.distributed.all_gather_object`.
+"""
 
 
 def group_layers(
@@ -53,7 +55,8 @@ def group_layers(
 def join_stages(describe: Callable[[], Sequence[Component]], *, topology: Topology, gather: Gather) -> list[Component]:
     """The components of a whole pipeline, where each stage describes its own layers only, in the same order on every rank.
 
-    Every stage calls this, with or without layers, and takes part in `gather` once. Raises what `describe` raises, and
+    `describe` returns this rank's components, declared without `layers_by_stage`. Those of other stages have no memory
+    here. Every stage calls this, with or without layers, and takes part in `gather` once. Raises what `describe` raises, and
     `ConfigError` if it failed on another stage, or if two stages describe the same layer.
     """
     try:

@@ -1,6 +1,6 @@
 """Layouts: the positions of each tensor's axes that each rank of an instance owns, as immutable values. Re-sharding is
 `ownership.overlap`, axis by axis: every kind of parallelism, replicas, fused sub-blocks and page sizes are only different
-ownerships.
+ownerships. Invalid values raise `LayoutError`.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from disagg.protocol.timers import Timers
 from disagg.protocol.types import PeerRank
 
 NUM_NEWEST = 8
-"""Among these `close` looks for a connection that was not opened yet."""
+"""Effects among which `close` looks for a connection that was not opened yet."""
 MAX_CLOSED = 4096
 MAX_MOVED = 16
 CHANGE_S, MEMBER_S = 1.0, 0.01
-"""How long other members are not looked at after a change: in all, and for each that changed."""
+"""After a change other members are not taken for `CHANGE_S`, and `MEMBER_S` more for each that changed."""
 
 
 class Links:
@@ -32,7 +32,7 @@ class Links:
         self._by_dial: dict[int, PeerConnection] = {}
         self._dials = itertools.count()
         self._closed: OrderedDict[PeerRank, tuple[int, int]] = OrderedDict()  # epoch and generation
-        self._pending: dict[str, None] = {}  # with ranks to connect to or to disconnect from
+        self._pending: dict[str, None] = {}  # instances with ranks to connect to or to disconnect from
         self._timers = Timers()
 
     @property

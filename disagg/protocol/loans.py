@@ -78,7 +78,9 @@ class Slots(Protocol):
 
 @dataclass(eq=False)
 class Account:
-    """The loans to one connection of a peer, as addresses by number. Numbers before `first` are of earlier connections."""
+    """The loans to one connection of a peer, as addresses by number. Numbers up to `first` are of earlier connections.
+    Slots in `unpacked` are being unpacked.
+    """
 
     peer: PeerRank
     epoch: int
@@ -97,7 +99,7 @@ class Account:
 
 
 class Lender:
-    """The receiver's side. `draw` returns that many random bits. Nothing is sent before `flush`."""
+    """The receiver's side. `draw(n)` returns `n` random bits. Nothing is sent before `flush`."""
 
     def __init__(
         self,

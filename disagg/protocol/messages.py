@@ -180,7 +180,7 @@ class Decline(RequestMessage, frozen=True, tag="decline", kw_only=True):
 
 
 class Wanted(RequestMessage, frozen=True, tag="wanted", kw_only=True):
-    """The receiver still wants the request, but cannot reserve it yet. Sent at intervals, and not answered."""
+    """The receiver still wants the request, but cannot reserve it yet. Sent with every `KVManager.want`, and not answered."""
 
     source_group: Small
 

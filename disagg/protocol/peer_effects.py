@@ -24,13 +24,14 @@ MAX_HEARTBEAT_S = 1_000_000
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Times of the handshake and of liveness; seconds.
+    """Times of the handshake and of liveness, in seconds. Raises `ConfigError` for one that is not above 0.
 
     libzmq pings each peer every `heartbeat_s`; one that does not answer for `heartbeat_timeout_s`, which may not be shorter, is
-    lost. A hello is renewed every `renew_s`, and at least every `max_hello_retry_s` while ranks of the peer's instance are not
-    ready. A refused peer gets another hello after `refused_retry_s`. An instance that was admitted, or named by a request only,
-    is forgotten when it has not been ready for `forget_s`, or at once if its host refuses connections or is unknown and no
-    connection of it is there.
+    lost. A hello without an answer is repeated after `hello_retry_s`, then at intervals that double up to
+    `max_hello_retry_s`. It is renewed within `renew_s`, towards a leader within `max_hello_retry_s` while ranks of its
+    instance are not ready. A refused peer gets another hello after `refused_retry_s`. An instance that was admitted, or
+    named by a request only, is forgotten when it has not been ready for `forget_s`, or at once if its host refuses
+    connections or is unknown and no connection of it is there.
     """
 
     hello_retry_s: float = 0.2
@@ -42,7 +43,7 @@ class ConnectionLimits:
 
     @property
     def renew_s(self) -> float:
-        """The interval of renewals while nothing changes. Changes arrive sooner by other messages."""
+        """The longest interval of renewals while nothing changes. Changes arrive sooner by other messages."""
         return 8 * self.heartbeat_s
 
     @property

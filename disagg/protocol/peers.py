@@ -40,7 +40,7 @@ ASK_AGAIN_S = 0.1
 """How often a peer is asked to connect again: a hello on a dead connection is lost."""
 FORGET_CHECK_S = 0.5
 NUM_PHASES = 16
-"""So that a thousand peers are not renewed at once."""
+"""Intervals of renewal differ, so that a thousand peers are not renewed at once."""
 MAX_ADMITTED = 1024
 """The limit on instances that are not configured for good."""
 GREET_AGAIN_S = 5.0
@@ -119,7 +119,7 @@ class PeerTable:
         self._inbound.forget_instance(name, epochs)
 
     def _add_unknown(self, hello: Hello, user: str, now: float) -> bool:
-        """Raises `RemoteProtocolError` for too many."""
+        """Add the instance of a hello, if the server admits it. Raises `RemoteProtocolError` if there are too many."""
         if self._admits is None or hello.leader is None:
             return False
         if sum(instance.forget_at < NEVER for instance in self.instances.values()) >= MAX_ADMITTED:
@@ -174,8 +174,8 @@ class PeerTable:
             self.remove_peer(link.instance, cause)
 
     def _may_be_gone(self, link: PeerConnection) -> bool:
-        """Whether the instance is forgotten if nobody is at the other end: that is its leader, the instance is not
-        configured for good, and neither side is connected.
+        """Whether the instance is forgotten if nobody is at the other end: the connection is to its leader, the instance is
+        not configured for good, and neither side is connected.
         """
         instance = self._instance_of(link)
         is_passing = instance.forget_at < NEVER and link.address == instance.address

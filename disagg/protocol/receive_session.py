@@ -29,8 +29,8 @@ from disagg.protocol.types import (
 
 
 class ReceiveState(State):
-    """`WAITING`: local kernels still use the rows. `VERIFYING`: everything has landed, and is summed. `ABORTING`: failed,
-    writers not all quiet.
+    """`WAITING`: local kernels still use the rows. `VERIFYING`: everything has landed, and its checksums are
+    compared. `ABORTING`: failed, writers not all quiet.
     """
 
     WAITING = "waiting"
@@ -62,7 +62,7 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveStep], ReceiveState] = {
 
 
 MAX_STEPS = 1 << 16
-"""To account for one complete message: ranges, times the layers that each names. Honest writers join their ranges."""
+"""Limit on accounting for one complete message: ranges, times the layers of each. Honest writers join their ranges."""
 MAX_NAMED = 8
 
 

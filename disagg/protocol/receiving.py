@@ -210,7 +210,7 @@ class Receives:
         self._judge(session)
 
     def begin_unpack(self, peer: PeerRank, message: SlotsFilled) -> ReceiveSession | None:
-        """The session to unpack a slot into, if it still needs it. Its rows stay leased until `end_unpack`."""
+        """The session to unpack a slot into; `None` if it needs no more. Its rows stay leased until `end_unpack`."""
         session = self._receive_of(peer, message)
         if session is None or session.state is not ReceiveState.OPEN or session.writers.get(peer) is None:
             return None

@@ -27,7 +27,7 @@ class SendTable:
         self.offers: dict[Offer, SendSession] = {}
         self.served: dict[RequestKey, set[str]] = {}
         self.num_reserved: Counter[PeerRank] = Counter()
-        """Those of sessions, and parked ones."""
+        """Reserves by rank: those of sessions, and parked ones."""
         self.parked = Parked(limits, self.num_reserved)
         self.ended = Tombstones(limits.max_tombstones)
 

@@ -132,8 +132,8 @@ class Sends:
         sums: tuple[PartialChecksums, ...] = (),
         took: tuple[float, ...] = (),
     ) -> None:
-        """A transfer is done, failed with `error`, or (`unsettled`) not provably finished; it may be reported again once it
-        has settled. `packed`, `sums`, `took` are for the complete message.
+        """A transfer is done, failed with `error`, or not provably finished. One that is `unsettled` is reported again if it
+        settles. `packed`, `sums`, `took` are for the complete message.
         """
         session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None or not destination.is_under_way(ticket.chunk):

@@ -42,7 +42,7 @@ from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMess
 class Sessions:
     """Not thread-safe: one thread owns it.
 
-    `epoch` is that of this rank's process. `slots` are what it lends to its writers, `draw` returns that many random bits.
+    `epoch` is that of this rank's process. `slots` are what it lends to its writers, `draw(n)` returns `n` random bits.
     `readers_of`: see `SendTable`.
     """
 
@@ -102,7 +102,7 @@ class Sessions:
                 raise RemoteProtocolError(f"peer {peer}: expected a message about a request, found {found}")
 
     def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
-        """Report a written slot to its destination. A lost one would never answer."""
+        """Report a written slot to its destination, unless that is lost: it would never answer."""
         session = self.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
         if destination is not None and destination.state is not SendState.LOST:

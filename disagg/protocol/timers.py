@@ -19,7 +19,7 @@ MIN_STALE = 64
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """Kept of an ended attempt, to answer resent messages."""
+    """What is kept of an ended attempt, to answer resent messages."""
 
     nonce: int | None
     outcome: Outcome | None = None

@@ -56,7 +56,7 @@ def check_seconds(given: object, what: str, *, most: float = NEVER) -> None:
 @dataclass(frozen=True)
 class Limits:
     """Bounds and times of the protocol, in seconds. Counts and bytes are per peer instance, but `max_quarantined` and
-    `max_tombstones` for all. Raises `ConfigError` for a time that is not above 0 or a negative count.
+    `max_tombstones` for all. Raises `ConfigError` for a time that is not above 0, or a count that is no integer of at least 0.
     """
 
     max_parked_reserves: int = 16384
@@ -195,7 +195,9 @@ class QuarantineLease(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True, weakref=True):
-    """Effect, and what the server gets: a request of this rank has ended."""
+    """Effect, and what the server gets: a request of this rank has ended. `direction` is `"send"` or `"receive"`; `error` is
+    `None` if `ok`.
+    """
 
     key: RequestKey
     peer: str

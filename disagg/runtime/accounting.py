@@ -28,9 +28,9 @@ logger = ThreadLog("disagg.requests")
 
 
 class Stats(TransferPhases, kw_only=True):
-    """Transfers that this rank has started: bytes written, pieces posted, and seconds by phase; `unpack_s` is that of
-    received slots. `verified` counts received requests that were compared with what was sent, `mismatches` those that
-    differed.
+    """Transfers that this rank has started, once they have settled: bytes written, pieces posted, and seconds by phase;
+    `unpack_s` is that of received slots. `verified` counts received requests that were compared with what was sent,
+    `mismatches` those that differed.
     """
 
     unpack_s: float = 0.0

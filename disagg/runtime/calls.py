@@ -41,7 +41,7 @@ class ReceiveCall:
 
 def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
     """Reserve rows, now or once the peer is ready. A peer that becomes ready too late is told that nothing is needed.
-    Errors that only its layouts show end the request.
+    Errors that only the peer's layouts show end the request.
     """
     check_ready(call.ready)
     check_text(call.label, "label")

@@ -119,8 +119,8 @@ class Channel:
         return descriptor
 
     def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None:
-        """Connect to `address`, as connection `dial`; ZeroMQ reconnects by itself. Raises `PeerUnreachable` if no socket
-        can be opened now.
+        """Connect to `address`, as connection `dial`; ZeroMQ reconnects by itself. Raises `ConfigError` for an invalid
+        address or a missing key, `PeerUnreachable` if no socket can be opened now.
         """
         host, _ = parse_address(address, what="peer address")
         try:
@@ -276,6 +276,7 @@ class Channel:
 
 
 MAX_BATCH = 1024
+"""Messages that are taken from one socket in one poll."""
 MAX_FRAMES = 64
 """Messages that leave together."""
 

@@ -27,7 +27,7 @@ logger = ThreadLog(__name__)
 MAX_CONNECTING = 4
 PROCESS_CHECK_S = 0.5
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
-"""Delay between fences: it doubles up to the second, and begins anew when the rank's process ends."""
+"""The first and the longest delay between fences: it doubles, and begins anew when the rank's process ends."""
 MAX_FENCING = 4096
 """Beyond this the oldest lost ranks are given up: their rows stay quarantined."""
 

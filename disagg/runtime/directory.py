@@ -135,11 +135,11 @@ class Directory:
         self._command(join)
 
     def names(self) -> list[str]:
-        """Configured or admitted."""
+        """Of peers that are configured, admitted, or named by a request."""
         return list(self._peers.instances)
 
     def lasting(self) -> list[str]:
-        """Neither admitted nor named by a request."""
+        """Of configured peers only."""
         return [name for name, each in list(self._peers.instances.items()) if each.forget_at == NEVER]
 
     def is_ready(self, name: str) -> bool:

@@ -70,8 +70,9 @@ from disagg.transfer.worker import TransferWorker
 logger = ThreadLog(__name__)
 
 NOT_CONFIGURED_S = 3.0
-"""Until the log reports a peer that is not configured here: the two sides are seldom configured at once."""
+"""The log reports a peer that is not configured here after this time: the two sides are seldom configured at once."""
 SHORTAGE_S = 0.1
+"""How long a shortage of descriptors is taken to last."""
 
 
 class Dispatch:
@@ -117,7 +118,7 @@ class Dispatch:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def take(self, arrived: Arrival, now: float) -> bool:
-        """Returns whether it was about a request. A message that breaks the protocol is refused and changes nothing."""
+        """Returns whether `arrived` was about a request. A message that breaks the protocol is refused and changes nothing."""
         if isinstance(arrived, Closed):
             if self._peers.on_closed(arrived.connection, now) is not None:
                 self._connections.check_soon()

@@ -19,7 +19,7 @@ logger = ThreadLog(__name__)
 
 CHECK_S = 0.25
 MAX_NBYTES = 2 * MAX_MESSAGE_NBYTES
-"""The limit between two messages. Messages that leave together have half."""
+"""The most that a connection may receive between two messages. Messages that leave together have at most half."""
 
 
 class EndlessMessages:
@@ -33,7 +33,7 @@ class EndlessMessages:
         self._heard.add(descriptor)
 
     def end(self, opened: Iterable[int], port: int) -> None:
-        """Ends only those still connected to `port`: a descriptor may belong to something else by now."""
+        """`port` is the one that the connections were opened to: a descriptor may belong to something else by now."""
         now = time.monotonic()
         if now < self._check_at:
             return

@@ -27,7 +27,7 @@ class HeldRows:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._receivers: dict[int, Receiver] = {}
-        self._senders: dict[int, tuple[Sender, list[tuple[str, Ids]]]] = {}  # with the rows that it was the first time given
+        self._senders: dict[int, tuple[Sender, list[tuple[str, Ids]]]] = {}  # with the rows counted for it
         self._number_of = _zeros(placements)
         self._sender_of = _zeros(placements)
         self._num_sends = _zeros(placements)

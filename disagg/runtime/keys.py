@@ -30,7 +30,7 @@ def check_key(key: object, *, what: str) -> None:
 
 
 def parse_key(text: str, *, what: str) -> str:
-    """A key of 40 Z85 characters or 64 hex digits, as Z85."""
+    """A key of 40 Z85 characters or 64 hex digits, as Z85. Raises as `check_key`."""
     text = text.strip()
     if re.fullmatch("[0-9a-fA-F]{64}", text):
         return zmq.utils.z85.encode(bytes.fromhex(text)).decode()
@@ -45,7 +45,7 @@ def hexadecimal(key: str) -> str:
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A CURVE key pair, as 40 characters of Z85 each. The secret is not printed."""
+    """A CURVE key pair, as 40 characters of Z85 each, else `ConfigError` is raised. The secret is not printed."""
 
     public: str
     secret: str

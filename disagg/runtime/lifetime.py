@@ -13,7 +13,7 @@ from collections.abc import Callable, Container
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 30.0
-"""For all open managers."""
+"""How long the interpreter's end waits for all open managers."""
 _open: set[Lifetime] = set()
 
 

@@ -23,7 +23,7 @@ READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
 MAX_TIMER_LATENESS_S = 2e-3
 BUSY_POLL_S = 100e-6
-"""If Python must poll some of the work."""
+"""The length of a busy poll if Python must poll some of the work."""
 
 
 class Timed(Protocol):
@@ -62,8 +62,8 @@ class CommandQueue:
 
 class Loop:
     """The control thread of one manager. `timed` tick in this order, and the effects of the peer table are carried out
-    after each. `on_death` is called if it or the worker dies. `over` is set before requests fail, so that a request opened
-    later sees it.
+    after each. `on_death` is called if this thread or another of the manager's dies. `over` is set before requests fail, so
+    that a request opened later sees it.
 
     For `spin_s` after the last activity it polls without a sleep, and advances transfers itself: a second awake thread
     would contend for the GIL.

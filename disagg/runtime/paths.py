@@ -25,7 +25,7 @@ from disagg.runtime.streams import MakeStream, PreparedPlan, destination_stream,
 from disagg.transfer.jobs import BoundTransfer, PackedStream
 
 MIN_PIECES = 32
-"""A slot costs two messages."""
+"""Fewer pieces are not packed: a slot costs two messages."""
 
 
 class Path(enum.Enum):

@@ -49,7 +49,7 @@ class PeerProcesses:
             return found
 
     def have_ended(self) -> bool:
-        """Whether one has ended since the last call. Costs the same for any number of processes."""
+        """Whether an attested process has ended since the last call. Costs the same for any number of them."""
         with self._lock:
             return not self._epoll.closed and bool(self._epoll.poll(0))
 

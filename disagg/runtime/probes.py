@@ -13,7 +13,7 @@ from disagg.protocol.types import NEVER
 MAX_PROBES = 64
 """Others are left out; the next hello to the peer asks for another one."""
 POLL_S, PROBE_S = 0.02, 1.0
-"""A host that is up answers at once, also if nobody listens."""
+"""The interval of polls, and the time for a probe: a host that is up answers at once, also if nobody listens."""
 
 
 class Probes:

@@ -30,7 +30,7 @@ logger = ThreadLog(__name__)
 
 @dataclass
 class Request:
-    """`ended` is set once the server has its event. `held` is the number of its rows in `HeldRows`."""
+    """`ended` is set by the thread that makes its event. `held` is the number of its rows in `HeldRows`."""
 
     handle: Receiver | Sender
     ending: Ending

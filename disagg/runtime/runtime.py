@@ -304,7 +304,7 @@ class Runtime:
                     memory.keep_mapped()
 
     def abandon(self) -> None:
-        """Instead of `start`."""
+        """Close what was opened, if the manager cannot start."""
         self._opened.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
@@ -361,7 +361,7 @@ class Runtime:
         self.directory.forgotten(name)
 
     def _on_death(self, problem: str) -> None:
-        """No session changes any more."""
+        """The control thread has ended: no session changes any more."""
         try:
             self.requests.fail_all(problem)
         finally:

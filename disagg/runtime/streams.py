@@ -61,7 +61,7 @@ def destination_stream(bound: Sequence[tuple[str, BoundRows]]) -> Stream:
 
 
 def stream_maker(memory: PoolMemory | None, plan: TransferPlan, *, source: bool) -> MakeStream:
-    """`None` means host memory."""
+    """Makes streams of a plan for pools in `memory`; `None`: in host memory."""
     shapes, first = _shapes(plan)
     packer = memory.packer(shapes) if memory is not None else None
     if packer is None:

@@ -33,7 +33,7 @@ from disagg.transfer.staging import Loans
 from disagg.transfer.worker import TransferWorker
 
 MAX_STREAMS = 256
-"""Of one request; an earlier stream is bound again if another slot of it comes."""
+"""Streams kept for one request; an earlier one is bound again if another slot of it comes."""
 
 
 class Transfers:
@@ -68,7 +68,7 @@ class Transfers:
     # -- effects -----------------------------------------------------------------------------------------------------
 
     def start(self, start: StartTransfer, now: float) -> None:
-        """Submit it, or keep it until its rank is connected. It fails if its rows are of a process that has ended."""
+        """Submit a transfer, or keep it until its rank is connected. It fails if the reserving process has ended."""
         ticket = start.ticket
         session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
         if session is None:
@@ -147,7 +147,7 @@ class Transfers:
             self.start(start, now)
 
     def cancel(self, cancelled: CancelTransfers, now: float) -> None:
-        """Only those that wait for a connection: the worker asks before it begins a job."""
+        """End the transfers that wait for a connection; for the others the worker asks `Job.cancelled`."""
         for start in self._handshake.peer(cancelled.peer).waiting.pop(cancelled.key, ()):
             self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
 

@@ -247,7 +247,7 @@ class Verification:
         )
 
     def settled(self, ticket: Ticket, *, packed: int, took: tuple[float, ...], error: str, now: float) -> bool:
-        """Returns whether checksums are still missing: the protocol gets the end of a transfer together with them."""
+        """Returns whether the protocol gets the end of this transfer from here, together with its checksums."""
         if error:
             self._pending.pop(ticket, None)
         pending = self._pending.get(ticket)

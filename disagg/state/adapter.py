@@ -36,7 +36,8 @@ def moe_lora(
 ) -> list[Component]:
     """LoRA matrices of expert modules: `modules` maps a role such as `"w13_a"` to its tensors by layer. `axes[role]` names
     the axes in memory order, from `slot`, `expert`, `intermediate` and any others; `sizes[role]` gives their global sizes.
-    Layers may lack a module, so each role is a component of its own, `name.role`.
+    Layers may lack a module, so each role is a component of its own, `name.role`. Raises `ConfigError` for another number of
+    experts, and as `declare` does.
     """
     components = []
     for role, tensors in modules.items():

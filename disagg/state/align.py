@@ -56,7 +56,7 @@ def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLik
     1-D lists of integers that fit int64.
 
         >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
-        (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
+        (array([4, 6, 9], dtype=int64), array([0, 7, 8], dtype=int64), array([2, 1, 1], dtype=int64))
     """
     try:  # most arrays need no conversion; checking them would take longer than the work
         return _native.group_concurrent_contiguous(source, destination)  # type: ignore[arg-type]

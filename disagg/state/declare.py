@@ -121,9 +121,9 @@ class Role:
     separate component: `docs/states.md`). `dtype` is required if a rank may have no layer of the role. `tensors` are by
     layer; a role without them describes memory to allocate.
 
-    With a `scale` a peer may hold the role in another dtype, and the writer converts it. It is 1 for formats of 16 and 32
-    bits. With a `scale_axis` each layer has a scale for every position of that inner axis, over all ranks. `rounding`: how
-    this server makes numbers of 8 bits (`disagg.core.formats`); `None`: in a way that nobody else can.
+    With a `scale` a peer may hold the role in another dtype, and the writer converts it. The scale is 1 for formats of 16
+    and 32 bits. With a `scale_axis` each layer has a scale for every position of that inner axis, over all ranks.
+    `rounding`: how this server makes numbers of 8 bits (`disagg.core.formats`); `None`: in a way that nobody else can.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Role:
         return math.prod(inner.size for inner in self.inner.values()) * ITEMSIZE[dtype_of(self, self.name)]
 
     def local_shape(self, rank: Topology, *, rows: int, page_size: int) -> tuple[int, ...]:
-        """The shape with `rows` pages of `page_size` tokens, or `rows` slots."""
+        """The shape of one layer's tensor on `rank`, with `rows` pages of `page_size` tokens, or `rows` slots."""
         sizes = {"page": rows, "slot": rows, TOKEN: page_size // self.granule}
         return tuple(
             self.inner[axis].local_size(rank) if axis in self.inner else sizes[axis]
@@ -257,7 +257,7 @@ def declare(
 
 
 def last_tokens(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
-    """`[max(prefix, num_tokens - window), num_tokens)`"""
+    """The last `window` tokens without the first `prefix`: `[max(prefix, num_tokens - window), num_tokens)`, or none."""
     return min(max(prefix, num_tokens - window, 0), num_tokens), num_tokens
 
 
@@ -285,11 +285,11 @@ class State:
         raise ConfigError(f"component {self.name!r}: expected one of {', '.join(r.name for r in self.roles)}, found {name!r}")
 
     def page_tokens(self, page_size: int) -> int:
-        """Given `page_size` for ordinary pools. A ring is one page, and a granule is never split."""
+        """Tokens per page, given `page_size` for ordinary pools. A ring is one page, and a granule is never split."""
         return self.ring or math.lcm(page_size, *(role.granule for role in self.roles))
 
     def nbytes(self, num_tokens: int, *, prefix: int = 0) -> int:
-        """Bytes that decode needs if it has the first `prefix` tokens, without replicas."""
+        """Bytes of all layers that decode needs if it has the first `prefix` tokens, without replicas."""
         start, stop = self.needed(num_tokens, prefix=prefix)
         per_layer = sum((stop // role.granule - start // role.granule) * role.nbytes for role in self.roles)
         return len(self.layers) * per_layer
@@ -309,8 +309,9 @@ class State:
         axes: Mapping[str, str] | None = None,
         tokens: Rule = all_tokens,
     ) -> Component:
-        """The component over this rank's `tensors`, by role and layer. `axes`: memory orders that differ from the role's, by
-        role. Raises `ConfigError` if a role is missing, or if tensors contradict it.
+        """The component over this rank's `tensors`, by role and layer; a role has none on a stage without its layers.
+        `axes`: memory orders that differ from the role's, by role. Raises `ConfigError` if a role is missing, or if tensors
+        contradict it.
         """
         expected = [role.name for role in self.roles]
         if not isinstance(tensors, Mapping):

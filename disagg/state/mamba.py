@@ -1,6 +1,6 @@
 """Recurrent state: convolution windows and temporal states. The `*_roles` functions describe a kind, and `recurrent` binds
 it to a rank's tensors, which may be views of a larger slot page. A request has one slot, which is read when it is sent: give
-`Slot(id)` to `finish`.
+`Slot(id)` to `finish`. `dtypes` are those of `conv` and `temporal`. The roles' `axes` are their usual memory orders.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def mamba2_roles(
 def mamba1_roles(
     *, inner_size: int, state_size: int, kernel: int, dtypes: tuple[str | None, str | None] = (None, None)
 ) -> tuple[Role, Role]:
-    """Mamba1 (Jamba): `conv` and `temporal`, both divided by channel."""
+    """Mamba1 (Jamba): `conv` with `kernel - 1` columns and `temporal`, both divided by channel."""
     inner = {"channel": by_tp(inner_size), "state": whole(state_size)}
     return (
         _conv((Block(inner_size, 1),), kernel, dtypes[0]),

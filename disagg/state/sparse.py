@@ -66,7 +66,8 @@ def index_tail(
     """The open pool of pooled index keys, from tensors `[ring, bytes]` by layer.
 
     A ring has `tail` keys, then `tail` scales. Token `t` is at `t % tail`. `tail` may differ between the sides. Of `n`
-    tokens, decode needs `open_pool(n, tokens_per_key)`, in the rows `window.ring_rows(ring, need=..., stride=tail)`.
+    tokens, decode needs `open_pool(n, tokens_per_key)`, in the rows `window.ring_rows(ring, need=..., stride=tail)`. Raises
+    `ConfigError` if rings are too small.
     """
     bound = _halves(index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes), rings, tail, name)
     return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage)
@@ -91,7 +92,7 @@ def compressed(
     optional: bool = False,
 ) -> Component:
     """Compressed KV of one kind (DeepSeek-V4: ratio 4 or 128): `dim` elements per `ratio` tokens, the same on every rank. A
-    tensor with `n` entries per page has pages of `n * ratio` tokens.
+    tensor with `n` entries per page has pages of `n * ratio` tokens. Raises `ConfigError` as `paged.gqa` does.
     """
     roles = [role.of(tensors, axes=axes) for role in compressed_roles(dim, ratio=ratio, dtype=dtype)]
     return declare(

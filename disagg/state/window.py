@@ -27,7 +27,7 @@ def swa(
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
 ) -> Component:
-    """K and V of sliding-window layers, as `paged.gqa`. Give `needed(...)` to `receiver`."""
+    """K and V of sliding-window layers; arguments and errors are those of `paged.gqa`. Give `needed(...)` to `receiver`."""
     return paged.gqa(
         tensors,
         axes=axes,
@@ -42,15 +42,16 @@ def swa(
 
 
 def needed(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
-    """`[max(prefix, num_tokens - window), num_tokens)`. If the model's next token attends to itself and the `window - 1`
-    tokens before it, give `window - 1`.
+    """The tokens that decode needs: `[max(prefix, num_tokens - window), num_tokens)`, or none. If the model's next token
+    attends to itself and the `window - 1` tokens before it, give `window - 1`.
     """
     return last_tokens(num_tokens, window=window, prefix=prefix)
 
 
 def ring_rows(slot: int, *, need: tuple[int, int], stride: int) -> Pages:
-    """The rows of a ring-addressed window, where token `t` is row `slot * stride + t % stride`. Declare the pool with pages
-    of `stride` tokens. Raises `LayoutError` if `need` is longer than the ring.
+    """The rows of a ring-addressed window, where token `t` is row `slot * stride + t % stride`: page `slot`, once for each
+    time the ring wraps. Declare the pool with pages of `stride` tokens. Raises `LayoutError` if `need` is longer than the
+    ring.
     """
     start, stop = need
     if not 0 <= start <= stop <= start + stride:

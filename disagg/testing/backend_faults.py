@@ -55,7 +55,8 @@ class BackendFaults:
     """The probability of each `TransferFault`. Delays are random within `delay_s`.
 
     `kill_at` is the number, from 1, of the transfer at which the process is killed. `fencing=False` reports falsely that
-    nothing is in flight: `fence` returns `QUIET`, and unsettled transfers report `FAILED`.
+    nothing is in flight: `fence` returns `QUIET`, and unsettled transfers report `FAILED`. Raises `ConfigError` for impossible
+    probabilities.
     """
 
     seed: int = 0
@@ -76,7 +77,7 @@ class BackendFaults:
 
 class FaultyTransfer:
     """Reports `status` until `inner`, the real transfer once posted, has settled; then `final`, by default the status of
-    `inner`. What `inner` cannot settle, it cannot either.
+    `inner`. What `inner` cannot settle, this cannot either.
     """
 
     completion = None  # it would report the end of `inner`

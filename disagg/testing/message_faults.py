@@ -27,7 +27,8 @@ class MessageFaults:
     """The probability that a sent message is lost, duplicated or delayed.
 
     Delays are random within `delay_s`, so messages overtake each other. `kinds` limits the faults to these message types,
-    such as `"complete"`. There are at most `at_most` faults.
+    such as `"complete"`. There are at most `at_most` faults. Raises `ConfigError` for impossible probabilities and unknown
+    types.
     """
 
     seed: int = 0
@@ -120,7 +121,7 @@ class FaultyChannel:
 
 
 def mistreat(manager: KVManager, faults: MessageFaults) -> FaultyChannel:
-    """Inject faults into the messages that a manager sends from now on; once for each manager."""
+    """Inject faults into the messages that a manager sends from now on. Raises `LocalProtocolError` the second time."""
     wrapped: list[FaultyChannel] = []
 
     def wrap(channel: Channel) -> FaultyChannel:

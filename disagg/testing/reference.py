@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 CANARY = 0xA5
-"""Memory that must not be written. No content byte has this value, so a missing byte always shows."""
+"""The byte of memory that must not be written. No content byte has this value, so a missing byte always shows."""
 
 STALE = 0x5A
-"""A source pool outside the request."""
+"""The byte of a source pool outside the request."""
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]

@@ -80,8 +80,8 @@ FORMATS = {
 
 
 def convert(stored: Stored, source: str, destination: str, *, scale: npt.ArrayLike, rounding: str = "nearest") -> Stored:
-    """Convert in single precision. A source of 8 bits is multiplied by `scale`; otherwise a destination of 8 bits is divided
-    by it. Scales are broadcast.
+    """Convert in single precision. Numbers of a source of 8 bits are multiplied by `scale`; others, for a destination of 8
+    bits, are divided by it. Scales are broadcast.
     """
     factors: npt.NDArray[np.float32] = np.asarray(scale, dtype=np.float32)
     with np.errstate(all="ignore"):

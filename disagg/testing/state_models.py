@@ -52,7 +52,7 @@ class Part:
     grouped: bool = False
 
     def channels(self, place: Place) -> Iterator[int]:
-        """Counted from the start of the part."""
+        """Those of a rank, counted from the start of the part."""
         heads: Iterable[int] = heads_of(self.count, tp=place.tp, tp_rank=place.tp_rank)
         if self.grouped and self.count % place.tp and place.tp % self.count:
             heads = range(self.count)

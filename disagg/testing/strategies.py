@@ -26,7 +26,7 @@ AXES = (
     "page token kv_head kv dim",
     "page kv_head dim token",
 )
-"""The last one is no server's."""
+"""Memory orders of paged KV; no server has the last one."""
 DTYPES = ("uint8", "float16", "float32", "float64")
 
 

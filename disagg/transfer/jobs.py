@@ -111,7 +111,7 @@ class Unpacked(msgspec.Struct, frozen=True):
 class Settled(msgspec.Struct, kw_only=True):
     """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. After a failure
     slots may still be written, but not rows. `unreachable` is the peer if the engine takes nothing more for it. Of
-    `nbytes`, `packed` went through slots.
+    `nbytes`, `packed` went through slots. `ended_at` is by `time.monotonic`.
     """
 
     ticket: Hashable

@@ -87,7 +87,7 @@ class PackedWrite:
         return [write.packing or write.transfer for write in tuple(self._writes)]
 
     def pack(self) -> int:
-        """Fill at most as many slots as one report has. Returns how many. Asks once for more."""
+        """Fill up to a batch of slots. Returns how many. If there are too few, asks once for more."""
         if self._demand is None:
             self._demand = -(-self._stream.total // self._slot_nbytes)
             self._loans.want(self._demand)

@@ -48,7 +48,7 @@ class PoolMemory:
 
     def staging(self, shape: StagingShape, *, pack_below: int | None = None) -> StagingShape:
         """How an engine that stages as `shape` does so here. `pack_below` replaces the threshold. Pools on several devices
-        are never packed: raises `ConfigError` if it asks for that.
+        are never packed: raises `ConfigError` if `pack_below` asks for that.
         """
         if self.has_gpu and shape.pack_below:
             shape = GPU_STAGING if self.device is not None else StagingShape(pack_below=0)

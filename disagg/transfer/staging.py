@@ -34,7 +34,7 @@ AllocateOnDevice = Callable[[int], MemoryRegion | None]
 
 
 def on_host(_nbytes: int) -> None:
-    """As `AllocateOnDevice`."""
+    """An `AllocateOnDevice` that leaves everything in host memory."""
 
 
 class HostArena:
@@ -62,7 +62,7 @@ class HostArena:
         self._bytes[: nbytes : mmap.PAGESIZE] = 0
 
     def give_pages_back(self, address: int, nbytes: int) -> None:
-        """It stays mapped, and reads as zeros."""
+        """The memory stays mapped, and reads as zeros."""
         start, page = address - self._mapped_at, mmap.PAGESIZE
         first, stop = -(-start // page) * page, (start + nbytes) // page * page
         if first < stop:
@@ -100,8 +100,8 @@ class StagingMemory:
 
 
 class SlotPool:
-    """Buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread. Spares take pages once
-    used.
+    """Buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread. Spares take pages of
+    memory once used.
     """
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:

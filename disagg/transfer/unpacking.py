@@ -11,7 +11,7 @@ from disagg.core.errors import DisaggError, RemoteProtocolError
 from disagg.transfer.jobs import PendingWork, Report, Unpack, Unpacked
 
 MAX_PER_STEP = 8
-"""A report costs both sides as much as copying several slots."""
+"""Slots scattered before any is reported: a report costs both sides as much as copying several slots."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Unpacker:
         return [scattering.work for scattering in tuple(self.scattering)]
 
     def step(self) -> int:
-        """In order. Returns how many slots changed."""
+        """Scatter slots in order. Returns how many changed."""
         changed = min(len(self.waiting), MAX_PER_STEP)
         for _ in range(changed):
             unpack, started_at = self.waiting.popleft(), time.perf_counter()

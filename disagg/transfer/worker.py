@@ -77,7 +77,7 @@ class TransferWorker:
         return len(self._new) + len(self._waiting) + len(self._active)
 
     def completions(self) -> tuple[list[_native.Completion], bool]:
-        """What native code can poll, and whether that is all."""
+        """What native code can poll of the work under way, and whether that is all of it."""
         work: list[PendingWork | Transfer | None] = list(self._unpacker.under_way)
         for active in tuple(self._active):
             if not active.is_unsettled:
@@ -89,11 +89,11 @@ class TransferWorker:
     # -- the control thread ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """It begins with the next `take_reports`."""
+        """The job begins with the next `take_reports`."""
         self._new.append(job)
 
     def unpack(self, slots: Iterable[Unpack]) -> None:
-        """It begins with the next `take_reports`."""
+        """Unpacking begins with the next `take_reports`."""
         self._unpacker.add(slots)
 
     def take_reports(self) -> list[Report]:
