@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from disagg.backends.adapter import Adapter, AdapterPeer
-from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus, Transport
+from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, PeerUnreachable
@@ -69,8 +69,8 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
 
     def __init__(self, options: BackendOptions) -> None:
         super().__init__(peers=LocalPeer, descriptors=_DECODER)
-        if options.wanted is not Transport.AUTO:
-            raise ConfigError(f"backend 'local' has no transport, so it cannot use {options.wanted.value!r}")
+        if options.require is not None:
+            raise ConfigError(f"backend 'local' has no transport, so it cannot require {options.require.value!r}")
         self._descriptor = LocalDescriptor(os.getpid(), secrets.token_hex(16))
         self._under_way: Counter[str] = Counter()  # copies, by the other engine's token
         self._fences: Counter[str] = Counter()  # also by token; older connections are refused

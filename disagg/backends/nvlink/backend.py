@@ -39,7 +39,7 @@ import numpy as np
 
 from disagg.backends.abilities import PreparedSpans
 from disagg.backends.adapter import Adapter
-from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus, Transport
+from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.cuda.driver import Allocation, CudaError, Gpu, load_bindings
 from disagg.backends.cuda.work_list import encode_shapes
 from disagg.backends.nvlink.engine import NvlinkEngine, NvlinkSpans, NvlinkTransfer
@@ -77,8 +77,8 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
 
     def __init__(self, options: BackendOptions, *, blocks: int | None = None) -> None:
         super().__init__(peers=NvlinkPeer, descriptors=DECODER)
-        if options.wanted is not Transport.AUTO:
-            raise ConfigError(f"backend 'nvlink' has a transport of its own, so it cannot use {options.wanted.value!r}")
+        if options.require is not None:
+            raise ConfigError(f"backend 'nvlink' has a transport of its own, so it cannot require {options.require.value!r}")
         self._blocks = _blocks() if blocks is None else blocks
         load_bindings()
         self._lock = threading.RLock()

@@ -44,6 +44,8 @@ _TRANSPORTS: Mapping[str, tuple[str, ...]] = {
 }
 _AUTO = {"cma": "shm", "nixl": "shm", "mooncake": "tcp", "nvlink": "peer memory", "local": "memory"}
 """The transport between two processes of one host."""
+_FIXED = ("nvlink", "local")
+"""Engines with one transport, whatever the options request."""
 
 
 def engine_of(backend: str, transport: str) -> Engine:
@@ -53,7 +55,7 @@ def engine_of(backend: str, transport: str) -> Engine:
     on_host = backends.AUTO_HOST if transport in ("auto", "shm") else backends.AUTO[0]
     name = on_host if backend == "auto" else backend
     known = _TRANSPORTS.get(name)
-    chosen = _AUTO.get(name, transport) if transport == "auto" else transport
+    chosen = _AUTO.get(name, transport) if transport == "auto" or name in _FIXED else transport
     if known and chosen not in known:
         raise ConfigError(f"transport: backend {name!r} has {', '.join(known)}, found {transport!r}")
     return Engine(name, chosen, declared_staging(name, transport), takes_spans=isinstance(_kind(name), SpanWriter))
