@@ -37,6 +37,7 @@ def test_prometheus_accepts_the_alerts() -> None:
         ("[1h]", "[1m]"),
         ("vllm:disagg_healthy == 0", "vllm:disagg_healthy == 2"),
         ("vllm:disagg_failed_loads_total", "vllm:disagg_loads_total"),
+        ("vllm:request_success_total", "vllm:disagg_loads_total"),
         ("> 0.1\n", "> 0.05\n"),
         ("and sum by (instance) (vllm:disagg_healthy)", ""),
         ("vllm:disagg_failed_sends_total", "vllm:disagg_sends_total"),
