@@ -32,11 +32,11 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("dp", "pp", "cp", "tp", "ep"):
             size = getattr(self, name)
-            if type(size) is not int or size < 1:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"topology {name}: expected an integer of at least 1, found {size!r}")
         for name in ("dp", "pp", "cp", "tp"):
             rank, size = getattr(self, f"{name}_rank"), getattr(self, name)
-            if type(rank) is not int or not 0 <= rank < size:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
                 raise ConfigError(f"topology {name}_rank: expected 0 to {size - 1} ({name}={size}), found {rank!r}")
         if self.tp % self.ep:
             raise ConfigError(f"topology ep: expected a divisor of tp={self.tp}, found {self.ep}")

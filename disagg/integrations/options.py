@@ -67,8 +67,6 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         given = [key for key in ("keys", "trusted_keys", "peer_keys") if getattr(self, key)]
         if given and (given[0] != "keys" or len(given) == 1):
             raise ConfigError(f"config: expected keys and trusted_keys together, found only {given[0]}")
-        if self.hold_s > self.max_hold_s:
-            raise ConfigError(f"config: key 'hold_s': expected at most max_hold_s, {self.max_hold_s:g}, found {self.hold_s:g}")
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, engine_id: str) -> Options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.errors import DisaggError
 from disagg.protocol.messages import Message, Welcome
 from disagg.protocol.types import NEVER, PeerRank, check_seconds
 
@@ -26,12 +26,12 @@ MAX_HEARTBEAT_S = 1_000_000
 class ConnectionLimits:
     """Times of the handshake and of liveness, in seconds. Raises `ConfigError` for one that is not above 0.
 
-    libzmq pings each peer every `heartbeat_s`; one that does not answer for `heartbeat_timeout_s`, which may not be shorter, is
-    lost. A hello without an answer is repeated after `hello_retry_s`, then at intervals that double up to
-    `max_hello_retry_s`. It is renewed within `renew_s`, towards a leader within `max_hello_retry_s` while ranks of its
-    instance are not ready. A refused peer gets another hello after `refused_retry_s`. An instance that was admitted, or
-    named by a request only, is forgotten when it has not been ready for `forget_s`, or at once if its host refuses
-    connections or is unknown and no connection of it is there.
+    libzmq pings each peer every `heartbeat_s`; one that does not answer a ping within `heartbeat_timeout_s` is lost. A
+    hello without an answer is repeated after `hello_retry_s`, then at intervals that double up to `max_hello_retry_s`. It
+    is renewed within `renew_s`, towards a leader within `max_hello_retry_s` while ranks of its instance are not ready. A
+    refused peer gets another hello after `refused_retry_s`. An instance that was admitted, or named by a request only, is
+    forgotten when it has not been ready for `forget_s`, or at once if its host refuses connections or is unknown and no
+    connection of it is there.
     """
 
     hello_retry_s: float = 0.2
@@ -55,11 +55,6 @@ class ConnectionLimits:
         for each in fields(self):
             most = MAX_HEARTBEAT_S if each.name.startswith("heartbeat") else NEVER
             check_seconds(getattr(self, each.name), f"connection limits {each.name}", most=most)
-        if self.heartbeat_timeout_s < self.heartbeat_s:
-            raise ConfigError(
-                f"connection limits heartbeat_timeout_s: expected at least heartbeat_s, {self.heartbeat_s}, "
-                f"found {self.heartbeat_timeout_s}"
-            )
 
 
 @dataclass(frozen=True)

@@ -350,7 +350,7 @@ def give_up_all_that_finish(core: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_requests_that_are_given_up_just_before_they_are_handed_over(name: str, start: Callable[..., Engine]) -> None:
     """Of a model with windows everything is sent when the request has ended, in the step with that news."""
-    prefill = start(name, block_size=32, extra={"hold_s": 600.0}).wait_ready()
+    prefill = start(name, block_size=32, extra={"hold_s": 3600.0}).wait_ready()
     prefill.run(give_up_all_that_finish)
     prefill.generate(prompts((300, 70), seed=29), params=PREFILL)
     wait_empty(prefill)
