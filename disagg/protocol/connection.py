@@ -237,7 +237,7 @@ class PeerInstance:
 
     @property
     def is_connected(self) -> bool:
-        return any(link.is_ready for link in self.links.values())
+        return any(link.is_ready for link in tuple(self.links.values()))
 
     @property
     def refusal(self) -> str:

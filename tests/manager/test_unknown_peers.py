@@ -398,39 +398,34 @@ def test_what_shows_only_when_the_peer_is_known_fails_the_request() -> None:
         assert "group of peer 'prefill-0': expected 0 to 0, found 5" in str(event.error)
 
 
+def rank_of_two(rank: int, leader: str | None = None, *, tp: int = 2) -> KVManager:
+    side = Side(tp=tp)
+    topology = side.topology.at(rank)
+    kv = side.component(MODEL, topology, reference.allocate(MODEL, side.rank(topology, num_layers=2)))
+    given: dict[str, Any] = {"model": ModelId("toy"), "backend": "local", "admit": "any"}
+    return KVManager(name="prefill-0", topology=topology, components=[kv], leader=leader, **given)
+
+
 @pytest.mark.parametrize(
-    ("size", "listens", "problem"),
-    [(4, True, "declares other layouts or another topology"), (2, False, "no answer yet")],
+    ("leader", "problem"), [("refuses", "declares other layouts or another topology"), ("never was there", "no answer yet")]
 )
-def test_a_rank_that_cannot_join_its_leader_says_so(
-    caplog: pytest.LogCaptureFixture, size: int, listens: bool, problem: str
-) -> None:
-    managers: list[KVManager] = []
-    try:
-        for tp, rank in ((2, 0), (size, 1)):
-            side = Side(tp=tp)
-            topology = side.topology.at(rank)
-            kv = side.component(MODEL, topology, reference.allocate(MODEL, side.rank(topology, num_layers=2)))
-            leader = managers[0].address if rank else None
-            if rank and not listens:
-                managers.pop().close()
-            managers.append(
-                KVManager(
-                    name="prefill-0",
-                    topology=topology,
-                    components=[kv],
-                    model=ModelId("toy"),
-                    leader=leader,
-                    backend="local",
-                    admit="any",
-                )
-            )
-        until(lambda: problem in unready(managers[-1]._runtime))
-        assert "it has not joined its leader" in unready(managers[-1]._runtime)
-        assert ("refused it" in caplog.text) is listens
-    finally:
-        for each in managers:
-            each.close()
+def test_a_rank_that_cannot_join_its_leader_says_so(caplog: pytest.LogCaptureFixture, leader: str, problem: str) -> None:
+    with rank_of_two(0) as first:
+        if leader == "never was there":
+            first.close()
+        with rank_of_two(1, first.address, tp=2 if leader == "never was there" else 4) as second:
+            until(lambda: problem in unready(second._runtime))
+            assert "it has not joined its leader" in unready(second._runtime)
+    assert ("refused it" in caplog.text) is (leader == "refuses")
+
+
+def test_a_rank_whose_leader_has_gone_says_so() -> None:
+    first = rank_of_two(0)
+    with rank_of_two(1, first.address) as second:
+        until(lambda: unready(second._runtime) == "")
+        first.close()
+        until(lambda: "it has not joined its leader" in unready(second._runtime))
+        until(lambda: "no answer yet" in unready(second._runtime))
 
 
 def test_a_rank_is_told_its_leader_later() -> None:
