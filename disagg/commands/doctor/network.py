@@ -78,8 +78,11 @@ def _greeting(connection: socket.socket, where: str, took_s: float) -> Finding:
 
 def _finish(connection: socket.socket) -> None:
     """Finish the handshake, or a rank without keys would count and log a refused connection."""
-    found = b""
+    found, until = b"", time.monotonic() + (connection.gettimeout() or 0.0)
     with contextlib.suppress(OSError):
         connection.sendall(GREETING + READY)
-        while b"READY" not in found and len(found) < MAX_ANSWER_NBYTES and (part := connection.recv(MAX_ANSWER_NBYTES)):
+        while b"READY" not in found and len(found) < MAX_ANSWER_NBYTES and time.monotonic() < until:
+            part = connection.recv(MAX_ANSWER_NBYTES)
+            if not part:
+                return
             found += part

@@ -203,7 +203,7 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
     return is_accepted
 
 
-def collect_created(queue: Any) -> None:
+def collect_created(queue: Any, *_: Any, **__: Any) -> None:
     """Runs after SGLang has created senders. Later pipeline stages must notice by themselves that decode has reserved:
     SGLang asks only the first one.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,12 +17,16 @@ from disagg.integrations.adapters import Adapters
 from disagg.integrations.handoff import DIGEST_NBYTES, beginnings, prompt_digest
 from disagg.integrations.vllm.metadata import HandOff
 
+logger = logging.getLogger(__name__)
+
 
 class Prompts:
     def __init__(self, config: VllmConfig) -> None:
         self._adapters = Adapters()
         self._item_options = _item_options(config.model_config)
         self._items_problem = _items_problem(config)
+        if self._items_problem:
+            logger.warning("prompts with images, audio or videos are not handed over: %s", self._items_problem)
 
     def is_known(self, request: Request) -> bool:
         """Whether digests can be computed. The first request of a large adapter begins to read it."""

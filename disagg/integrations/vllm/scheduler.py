@@ -477,6 +477,11 @@ class SchedulerHalf:
         if self._exact and ((hand_off.remote_num_tokens or 0) > common or request.prompt_embeds is not None):
             if is_new:
                 self._stats.count_refusal()
+                logger.warning(
+                    "request %s: vLLM computes it, since the state of its first %d tokens alone is not to be had",
+                    request.request_id,
+                    common,
+                )
             return 0
         is_alone = self._leader is None or self._leader.is_alone
         if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
