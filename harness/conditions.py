@@ -7,11 +7,11 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from disagg.commands.bench.environment import cpu_name
+from disagg.commands.shell.packages import installed
 
 PACKAGES = (
     "disagg",
@@ -49,19 +49,9 @@ def conditions() -> dict[str, Any]:
     return {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "machine": machine,
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **installed(PACKAGES)},
         "load": round(os.getloadavg()[0], 1),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _gpus() -> list[tuple[str, str]]:
