@@ -473,26 +473,19 @@ class SchedulerHalf:
         all full blocks, so none may be loaded in part.
         """
         common = _num_common(request, hand_off)
-        is_new = request.request_id not in self._offered  # vLLM has not asked before
         if self._exact and ((hand_off.remote_num_tokens or 0) > common or request.prompt_embeds is not None):
-            if is_new:
-                self._stats.count_refusal()
-                logger.warning(
-                    "request %s: vLLM computes it, since the state of its first %d tokens alone is not to be had",
-                    request.request_id,
-                    common,
-                )
-            return 0
-        is_alone = self._leader is None or self._leader.is_alone
-        if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
-            return common
-        if is_new:
-            self._stats.count_refusal()
-            logger.warning(
-                "request %s: vLLM computes it, since another connector would take the first block of a window for whole; give "
-                "prefill a block size that is a multiple of this server's",
-                request.request_id,
+            reason = f"the state that prefill has cannot be cut to its first {common} tokens"
+        else:
+            is_alone = self._leader is None or self._leader.is_alone
+            if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
+                return common
+            reason = (
+                "another connector would take the first block of a window for whole; give prefill a block size that is a "
+                "multiple of this server's"
             )
+        if request.request_id not in self._offered:  # vLLM has not asked before
+            self._stats.count_refusal()
+            logger.warning("request %s: vLLM computes it, since %s", request.request_id, reason)
         return 0
 
     def _needs(self, hand_off: HandOff, start: int, stop: int) -> tuple[TokenRange, ...]:
