@@ -286,7 +286,9 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 def write_tokenizer(
     folder: Path, more: Mapping[str, int] = {}, added: Sequence[AddedToken] = (), *, template: str = TEMPLATE, **names: str
 ) -> Any:
-    """One token for each byte, two special ones, and `more`, which are `added` whole to what is split; some have `names`."""
+    """Write a tokenizer with one token for each byte, two special tokens, and those of `more`. `added` tokens are found in a
+    text before it is split. `names` are what a processor calls some of them.
+    """
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<s>": BOS, "</s>": EOS, **more}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
