@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import KVManager, ModelId, Pages, new_request_id
+from disagg import ConnectionLimits, KVManager, ModelId, Pages, new_request_id
 from disagg.core.errors import Cause, ConfigError, LocalProtocolError, PeerUnreachable, RequestTimeout
 from disagg.protocol.types import Event
 from disagg.runtime import directory
@@ -398,12 +398,12 @@ def test_what_shows_only_when_the_peer_is_known_fails_the_request() -> None:
         assert "group of peer 'prefill-0': expected 0 to 0, found 5" in str(event.error)
 
 
-def rank_of_two(rank: int, leader: str | None = None, *, tp: int = 2) -> KVManager:
+def rank_of_two(rank: int, leader: str | None = None, *, tp: int = 2, **more: Any) -> KVManager:
     side = Side(tp=tp)
     topology = side.topology.at(rank)
     kv = side.component(MODEL, topology, reference.allocate(MODEL, side.rank(topology, num_layers=2)))
     given: dict[str, Any] = {"model": ModelId("toy"), "backend": "local", "admit": "any"}
-    return KVManager(name="prefill-0", topology=topology, components=[kv], leader=leader, **given)
+    return KVManager(name="prefill-0", topology=topology, components=[kv], leader=leader, **given, **more)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_a_rank_that_cannot_join_its_leader_says_so(caplog: pytest.LogCaptureFix
 
 def test_a_rank_whose_leader_has_gone_says_so() -> None:
     first = rank_of_two(0)
-    with rank_of_two(1, first.address) as second:
+    with rank_of_two(1, first.address, connection_limits=ConnectionLimits(heartbeat_s=0.1)) as second:
         until(lambda: unready(second._runtime) == "")
         first.close()
         until(lambda: "it has not joined its leader" in unready(second._runtime))

@@ -20,6 +20,7 @@ from disagg.protocol.peer_effects import (
     Connect,
     Disconnect,
     Forgotten,
+    LeaderRefused,
     Lost,
     SendHello,
     SendTo,
@@ -140,6 +141,18 @@ def test_a_rank_that_its_leader_refuses_for_now_asks_again_soon() -> None:
 def many(port: int) -> tuple[Member, ...]:
     """The leader, and 100 ranks at ports from this one on."""
     return Member(0, LEADER, 7), *(Member(rank, f"tcp://10.0.0.9:{port + rank}", 7) for rank in range(1, 101))
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_rank_that_its_leader_refuses_for_good_tells_its_owner(final: bool) -> None:
+    table = peer_table(num_ranks=2, rank=1, leader=LEADER)
+    table.join(0.0)
+    table.tick(0.0)
+    take_effects(table)
+    reply(table, LEADER, Reject(field="hello", reason="another topology", final=final), 0.0)
+    told = [effect for effect in take_effects(table) if isinstance(effect, LeaderRefused)]
+    assert told == ([LeaderRefused(LEADER, "another topology")] if final else [])
+    assert table.leader_problem == f"{LEADER}: another topology"
 
 
 def test_a_leader_that_names_many_ranks_costs_little_in_each_turn() -> None:
