@@ -74,8 +74,6 @@ LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
 INCOMPLETE = "\ufffd"
 """How a text ends whose last character is not complete."""
-SEAM = 64
-"""How many characters before a move tell whether the last one is complete."""
 OF_THE_PROMPT = frozenset(
     {
         *("prompt", "messages", "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "chat_template"),
@@ -690,7 +688,9 @@ class Answer:
         self._is_whole = False
         """Whether the text so far is that of all tokens: the last event has brought one token, and its text."""
         self._stops: StopStrings | None = None
-        self._seam: tuple[str, bool] | None = None
+        self._left_out: frozenset[int] = frozenset()
+        """The special tokens that have no text."""
+        self._seam: str | None = None
         """`_text_before` the move, until the server that goes on gives a text."""
 
     @property
@@ -863,6 +863,7 @@ class Answer:
         if reason != "length" or len(self.tokens) - self.num_before >= left["max_tokens"]:
             self._abort(self.server, self._move_id)
             return False
+        self._left_out = frozenset(left.pop("left_out_token_ids", ()))
         self._left, self._kept = left, answer.get("kept")
         return True
 
@@ -931,8 +932,8 @@ class Answer:
         return max(0, len(text) - (len(whole) - len(early.rstrip(INCOMPLETE))))
 
     async def _text_of(self, server: Server, num_tokens: int) -> str:
-        """The text of the prompt and the first tokens of the answer, with special tokens, which the client does not get."""
-        tokens = self._prompt + self.tokens[:num_tokens]
+        """The text of the prompt and the first tokens of the answer, without the special tokens that the server leaves out."""
+        tokens = [each for each in self._prompt + self.tokens[:num_tokens] if each not in self._left_out]
         return await self._client.text(server, self.headers, self._body.get("model"), tokens)
 
     async def _complete_text(self, server: Server) -> tuple[str, bool]:
@@ -942,38 +943,25 @@ class Answer:
             count -= 1
         return text, count < len(self.tokens)
 
-    async def _text_before(self, server: Server) -> tuple[str, bool] | None:
-        """The `_complete_text`; `None` if all of the text was sent."""
+    async def _text_before(self, server: Server) -> str | None:
+        """The `_complete_text`; `None` if the text of a server that goes on begins after it."""
         if self._is_whole:
             return None
         text, is_cut = await self._complete_text(server)
-        _, incomplete, tail = text[-SEAM:].rpartition(INCOMPLETE)
-        is_sent = not is_cut and (not incomplete or self._text.endswith(tail))
-        return None if is_sent else (text, is_cut)
+        return text if is_cut and not text.endswith(INCOMPLETE) else None
 
     async def _new(self, text: str, *, is_end: bool) -> str:
         """What the client gets of `text`, as the server gives it. After an incomplete character that is all of the prompt's and
-        the answer's, or (of tokenizers in Python) what follows the character, if the answer does not end there. Raises `Failed`
-        if special tokens hide where the new text begins.
+        the answer's, or (of tokenizers in Python) what follows the character. Raises `Failed` if the text before the move is
+        not the beginning of all.
         """
         if self._seam is None or not (text or is_end):
             return text
-        (known, is_cut), self._seam = self._seam, None
+        known, self._seam = self._seam, None
         whole, _ = await self._complete_text(self.server)
-        sent, new = self._text[-SEAM:], whole[len(known) :] if whole.startswith(known) else ""
-        if is_cut and new.endswith(text) and (text or INCOMPLETE not in new):
-            return new
-        if not text or (not is_cut and sent and sent not in text and len(text) <= len(new)):
-            return text
-        if new and text.endswith(new):
-            before = text.removesuffix(new).rstrip(INCOMPLETE)  # the text already sent never ends within a character
-            if not before or before.endswith(sent):
-                return text[len(before) :]
-        starts = range(max(1, len(text) - len(whole) + len(known)), len(text) + 1)  # special tokens are in `whole` only
-        found = [start for start in starts if text.endswith(sent, 0, start)]
-        if len(sent) < SEAM // 4 or len(found) != 1:
+        if not whole.startswith(known):
             raise Failed("the text so far is not that of its tokens")
-        return text[found[0] :]
+        return whole[len(known) :]
 
     def _event(self, choice: dict[str, Any], text: str, reason: str | None, stop_reason: Any) -> dict[str, Any]:
         """An event for the client of one of a server that goes on."""

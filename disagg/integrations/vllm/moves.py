@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request, RequestStatus
 
 from disagg.integrations.vllm.kept import problem_of_id
@@ -85,7 +86,16 @@ class Moves:
         # Steps under way still bring tokens. vLLM schedules none beyond `max_tokens`.
         request.max_tokens = min(max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders))
         counted = {"max_tokens": max_tokens, "min_tokens": params.min_tokens}
-        return {"stopped": {name: getattr(params, name) for name in HANDED_OVER + WITHOUT_EFFECT} | counted}
+        left_out = {"left_out_token_ids": self._special_tokens() if params.skip_special_tokens else []}
+        return {"stopped": {name: getattr(params, name) for name in HANDED_OVER + WITHOUT_EFFECT} | counted | left_out}
+
+    def _special_tokens(self) -> list[int]:
+        """The tokens without text in an answer, by which the proxy tells where a text goes on. vLLM has read the tokenizer."""
+        tokenizer = cached_tokenizer_from_config(self._config.model_config)
+        if tokenizer is None:
+            return []
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        return sorted({*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)})
 
     def _reasons(self, request: Request, *, is_chat: bool) -> Iterator[str]:
         params, config = request.sampling_params, self._config
