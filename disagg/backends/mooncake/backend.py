@@ -51,11 +51,12 @@ from disagg.backends.mooncake.launch import (
 )
 from disagg.backends.mooncake.queue import TAIL, MooncakeDescriptor, PeerQueue, current
 from disagg.backends.mooncake.transfer import MooncakeTransfer, Opcodes, Pieces, cut
+from disagg.core.address import bracketed
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch
-from disagg.machine.tcp import EngineConnections, EngineSockets, new_listeners, ports_of
+from disagg.machine.tcp import EngineConnections, EngineSockets, Ports, new_listeners, ports_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ SPLIT_NBYTES = 8 << 20
 """So that all of the engine's connections to the peer share a long piece."""
 NVLINK_SPLIT_NBYTES = 1 << 30
 """Each further piece costs 40 us between GPUs."""
+MAX_ENGINES = 1000
+"""One after the other at one address."""
 _WARM_S = 10.0
 _DECODER = msgspec.msgpack.Decoder(MooncakeDescriptor)
 
@@ -96,6 +99,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._gpu: Gpu | None = None
         self._scratch = np.zeros(8, dtype=np.uint8)
         self._queues: dict[str, PeerQueue] = {}
+        self._engines: dict[str, list[Ports]] = {}
         self._connections = EngineConnections()
         self._lock = threading.Lock()
         logger.info("Mooncake engine at %s, transport %s", self._descriptor.session, self._protocol)
@@ -160,19 +164,32 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
     def _queue(self, engine: Engine, descriptor: MooncakeDescriptor) -> PeerQueue:
         """One queue for all its epochs: the engine limits pieces per address."""
         with self._lock:
-            queue = self._queues.get(descriptor.session)
+            session = self._spelled(descriptor)
+            queue = self._queues.get(session)
             if queue is None or not queue.acquire():
                 self._queues = {session: queue for session, queue in self._queues.items() if queue.is_open}
-                queue = self._queues[descriptor.session] = PeerQueue(
+                queue = self._queues[session] = PeerQueue(
                     engine,
                     self._opcodes,
                     descriptor,
+                    session,
                     self._limit,
                     connections=self._connections,
                     by_caller=self._protocol == "tcp",
                     gpu=self._gpu,
                 )
             return queue
+
+    def _spelled(self, descriptor: MooncakeDescriptor) -> str:
+        """The engine remembers for ever which port takes the bytes for an address, so the next process there gets another
+        spelling: a zero more before its port. Raises `PeerUnreachable` for more than anybody starts.
+        """
+        known = self._engines.setdefault(descriptor.session, [])
+        if descriptor.ports not in known:
+            if len(known) == MAX_ENGINES:
+                raise PeerUnreachable(f"peer {descriptor.session}: {MAX_ENGINES} other engines have been at this address")
+            known.append(descriptor.ports)
+        return f"{bracketed(descriptor.host)}:{'0' * known.index(descriptor.ports)}{descriptor.port}"
 
     def _warm(self, peer: MooncakePeer, descriptor: MooncakeDescriptor) -> None:
         """Read a byte, so that the engine connects; raises `PeerUnreachable`."""

@@ -71,13 +71,16 @@ def current(gpu: Gpu | None) -> Iterator[None]:
 
 
 class PeerQueue:
-    """All work with one peer's engine, and its thread. `by_caller`: callers may post and poll a few pieces."""
+    """All work with one peer's engine, which this one knows as `session`, and its thread. `by_caller`: callers may post and
+    poll a few pieces.
+    """
 
     def __init__(
         self,
         engine: Engine,
         opcodes: Opcodes,
         descriptor: MooncakeDescriptor,
+        session: str,
         limit: int,
         *,
         connections: EngineConnections,
@@ -90,6 +93,7 @@ class PeerQueue:
         self._gpu = gpu
         self._opcodes = opcodes
         self._descriptor = descriptor
+        self._session = session
         self._limit = limit
         self._lock = threading.Lock()
         self._work = threading.Lock()  # held to post, poll and judge; taken before the other lock
@@ -251,7 +255,7 @@ class PeerQueue:
         alone = start if transfer.reads else max(start, stop - TAIL)  # the first piece that is a task of its own
         flight = _Flight(transfer, stop - start)
         opcode = self._opcodes.read if transfer.reads else self._opcodes.write
-        session = self._descriptor.session
+        session = self._session
         transfer.num_posted = stop
         if alone > start:
             if self._takes_arrays:
