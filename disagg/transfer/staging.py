@@ -151,6 +151,7 @@ class LentSlots:
         base = self.memory.region.address
         self._free = [base + i * shape.slot_nbytes for i in reversed(range(shape.num_lent))]
         self._unused = deque(range(base + active, base + self.memory.region.nbytes, shape.slot_nbytes))
+        self._replaced = deque[int](maxlen=shape.num_lent)
 
     @property
     def num_free(self) -> int:
@@ -167,12 +168,16 @@ class LentSlots:
         """Replace a slot that may still be written. Returns whether there is another address."""
         if not self._unused:
             return False
-        self.memory.give_pages_back(address, self.slot_nbytes)
+        self._replaced.append(address)
+        for each in self._replaced:  # bytes that were on their way have taken pages for those before
+            self.memory.give_pages_back(each, self.slot_nbytes)
         self._free.insert(0, self._unused.popleft())
         return True
 
     def renew(self, address: int) -> None:
         """Nobody writes to a replaced slot any more: it may replace another."""
+        if address in self._replaced:
+            self._replaced.remove(address)
         self._unused.append(address)
 
 

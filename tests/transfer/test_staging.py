@@ -63,6 +63,25 @@ def test_slots_that_may_still_be_written_are_replaced_and_their_pages_go_back() 
     assert lent.take() == first
 
 
+def test_bytes_that_arrive_in_a_replaced_slot_take_no_memory_for_long() -> None:
+    shape = StagingShape(slot_nbytes=2 << 20, window=1, num_lent=3, address_space=2)
+    lent = LentSlots(shape)
+    first, second, third = (lent.take() for _ in range(3))
+    assert lent.replace(first)
+    ctypes.memset(first, 7, shape.slot_nbytes)
+    assert lent.replace(second)
+    assert ctypes.string_at(first, 1) == b"\0"
+    assert lent.replace(third)
+    lent.renew(third)
+    others = [lent.take() for _ in range(3)]
+    assert lent.replace(others[0])
+    assert lent.take() == third
+    ctypes.memset(third, 9, shape.slot_nbytes)
+    lent.renew(first)
+    assert lent.replace(others[1])
+    assert ctypes.string_at(third, 1) == b"\t", "it is in use again"
+
+
 def test_a_receiver_works_where_the_system_reserves_no_addresses(caplog: pytest.LogCaptureFixture) -> None:
     lent = LentSlots(StagingShape(slot_nbytes=1 << 20, window=1, num_lent=1, address_space=1 << 30))
     address = lent.take()
