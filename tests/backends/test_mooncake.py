@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -30,6 +31,7 @@ from disagg.backends.mooncake.transfer import MooncakeTransfer, cut
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable
 from disagg.core.memory import Device, MemoryRegion
+from disagg.machine.tcp import sockets_of, tcp_sockets
 from disagg.testing.contract import (
     Arena,
     BackendContract,
@@ -90,6 +92,15 @@ class Door:
             sink.shutdown(socket.SHUT_WR)
 
 
+def num_descriptors() -> int:
+    """Of TCP connections, and of alarms."""
+    own, count = sockets_of("self"), 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += "eventfd" in str(path.readlink())
+    return count + sum(row.inode in own for row in tcp_sockets())
+
+
 def threads_of_peers() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("disagg-mooncake")}
 
@@ -139,6 +150,19 @@ class TestMooncakeContract(BackendContract):
             for _ in range(2):
                 self.round_trip(backend, local, victim)
             victim.kill()
+
+    def test_a_peer_that_has_ended_leaves_no_descriptors(self, backend: Backend, stack: ExitStack) -> None:
+        """The engine itself keeps idle connections for ever."""
+        victim = self.new_process(stack)
+        before = num_descriptors()
+        peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
+        assert num_descriptors() > before
+        victim.kill()
+        backend.disconnect(peer)
+        deadline = time.monotonic() + self.patience_s
+        while num_descriptors() > before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     def test_an_address_of_too_many_engines(self, backend: Backend, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mooncake, "MAX_ENGINES", 2)

@@ -98,7 +98,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._split = NVLINK_SPLIT_NBYTES if self._protocol == "nvlink_intra" else SPLIT_NBYTES
         self._gpu: Gpu | None = None
         self._scratch = np.zeros(8, dtype=np.uint8)
-        self._queues: dict[str, PeerQueue] = {}
+        self._queues: list[PeerQueue] = []
         self._engines: dict[str, list[Ports]] = {}
         self._connections = EngineConnections()
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             found = ip_refusal(descriptor.host) or f"backend 'mooncake': no engine answers at {descriptor.session}"
             raise PeerUnreachable(f"{found} (status {status})")
         self._connections.add(descriptor.ports)
-        peer = MooncakePeer(self._queue(engine, descriptor), process, regions, epoch=epoch)
+        peer = MooncakePeer(self._queue(engine, descriptor, regions), process, regions, epoch=epoch)
         try:
             self._warm(peer, descriptor)
         except PeerUnreachable:
@@ -161,14 +161,14 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             raise
         return peer
 
-    def _queue(self, engine: Engine, descriptor: MooncakeDescriptor) -> PeerQueue:
+    def _queue(self, engine: Engine, descriptor: MooncakeDescriptor, regions: Iterable[RemoteRegion]) -> PeerQueue:
         """One queue for all its epochs: the engine limits pieces per address."""
         with self._lock:
             session = self._spelled(descriptor)
-            queue = self._queues.get(session)
-            if queue is None or not queue.acquire():
-                self._queues = {session: queue for session, queue in self._queues.items() if queue.is_open}
-                queue = self._queues[session] = PeerQueue(
+            self._queues = [each for each in self._queues if each.is_running]
+            queue = next((each for each in self._queues if each.session == session and each.acquire()), None)
+            if queue is None:
+                queue = PeerQueue(
                     engine,
                     self._opcodes,
                     descriptor,
@@ -177,8 +177,18 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
                     connections=self._connections,
                     by_caller=self._protocol == "tcp",
                     gpu=self._gpu,
+                    probe=self._probe_of(regions),
                 )
+                self._queues.append(queue)
             return queue
+
+    def _probe_of(self, regions: Iterable[RemoteRegion]) -> Pieces | None:
+        """A byte of the peer for each connection; `None` where none may be read."""
+        readable = next((region for region in regions if region.device.kind == "cpu"), None)
+        if readable is None or self._protocol == "nvlink_intra":
+            return None
+        here, there = (np.full(TAIL, address, np.uint64) for address in (self._scratch.ctypes.data, readable.address))
+        return Pieces(here, there, np.ones(TAIL, np.uint64))
 
     def _spelled(self, descriptor: MooncakeDescriptor) -> str:
         """The engine remembers for ever which port takes the bytes for an address, so the next process there gets another
@@ -193,11 +203,9 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
 
     def _warm(self, peer: MooncakePeer, descriptor: MooncakeDescriptor) -> None:
         """Read a byte, so that the engine connects; raises `PeerUnreachable`."""
-        readable = [region for region in peer.regions if region.device.kind == "cpu"]
-        if not readable or self._protocol == "nvlink_intra":
+        if peer.queue.probe is None:
             return
-        here, there = (np.full(TAIL, address, np.uint64) for address in (self._scratch.ctypes.data, readable[0].address))
-        transfer = MooncakeTransfer(peer.queue, Pieces(here, there, np.ones(TAIL, np.uint64)), reads=True)
+        transfer = MooncakeTransfer(peer.queue, peer.queue.probe, reads=True)
         peer.queue.submit(transfer)
         deadline = time.monotonic() + _WARM_S
         while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
@@ -241,7 +249,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         GIL.
         """
         with self._lock:
-            queues, self._queues = list(self._queues.values()), {}
+            queues, self._queues = self._queues, []
             engine, self._engine = self._engine, None
             gpu, self._gpu = self._gpu, None
             self.is_open = False

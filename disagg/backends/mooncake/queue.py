@@ -16,7 +16,7 @@ import msgspec
 from disagg.backends.base import TransferStatus
 from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import Engine
-from disagg.backends.mooncake.transfer import MooncakeTransfer, Opcodes
+from disagg.backends.mooncake.transfer import MooncakeTransfer, Opcodes, Pieces
 from disagg.core import _native
 from disagg.core.address import bracketed
 from disagg.core.errors import PeerUnreachable
@@ -32,6 +32,8 @@ _STUCK_S = 3.0
 """How long no piece may end before the thread checks whether the peer is gone (not over TCP)."""
 _IDLE_S = 1.0
 """How often an idle thread checks whether the main thread has ended."""
+_ENDED_S = 3.0
+"""How long after the last use a peer that ends has ended."""
 _PAUSE_S = (1e-4, 2e-3)
 _SPIN_S, _POLL_S = 5e-3, 10e-6
 """Between GPUs: how long the thread polls without a sleep, and how long one poll takes."""
@@ -72,7 +74,7 @@ def current(gpu: Gpu | None) -> Iterator[None]:
 
 class PeerQueue:
     """All work with one peer's engine, which this one knows as `session`, and its thread. `by_caller`: callers may post and
-    poll a few pieces.
+    poll a few pieces. `probe`: what may be read at any time.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class PeerQueue:
         connections: EngineConnections,
         by_caller: bool,
         gpu: Gpu | None,
+        probe: Pieces | None,
     ) -> None:
         self._engine = engine
         self._takes_arrays = hasattr(engine, "batch_transfer_async_write_arrays")
@@ -93,17 +96,19 @@ class PeerQueue:
         self._gpu = gpu
         self._opcodes = opcodes
         self._descriptor = descriptor
-        self._session = session
+        self.session = session
         self._limit = limit
         self._lock = threading.Lock()
         self._work = threading.Lock()  # held to post, poll and judge; taken before the other lock
-        self._alarm = _native.Alarm()
+        self._alarm: _native.Alarm | None = _native.Alarm()
         self._waiting: deque[MooncakeTransfer] = deque()
         self._flights: deque[_Flight] = deque()
         self._unsettled: list[MooncakeTransfer] = []
         self._num_outstanding = 0
         self._num_users = 1
         self._open = True
+        self._is_stopped = False
+        self.probe = probe
         self._end_reason = "the engine was closed before the transfer had ended"
         self._moved_at = time.monotonic()
         self._probe_at = 0.0
@@ -119,14 +124,14 @@ class PeerQueue:
             return self._open
 
     @property
-    def is_open(self) -> bool:
-        return self._open
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     def release(self) -> None:
         """After the last user, the thread ends when every transfer has settled."""
         with self._lock:
             self._num_users -= 1
-            self._alarm.set()
+            self._wake()
 
     def submit(self, transfer: MooncakeTransfer) -> None:
         """The caller posts a few pieces while nothing waits; the thread posts the rest."""
@@ -135,7 +140,7 @@ class PeerQueue:
                 raise PeerUnreachable(f"backend 'mooncake': the thread for peer {self._descriptor.session} has ended")
             self._waiting.append(transfer)
             if len(self._waiting) > 1 or len(transfer.pieces) > TAIL or not self._try_work():
-                self._alarm.set()
+                self._wake()
                 return
         self._do_work(self._post)
 
@@ -160,13 +165,13 @@ class PeerQueue:
         finally:
             self._work.release()
         if self._waiting or self._unsettled or not self._open:
-            self._alarm.set()
+            self._wake()
 
     def stop(self) -> None:
         """Transfers that have not settled by then are `UNSETTLED`, or `FAILED` if nothing of them was posted."""
         with self._lock:
-            self._open = False
-            self._alarm.set()
+            self._open, self._is_stopped = False, True
+            self._wake()
         self._thread.join()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -188,9 +193,42 @@ class PeerQueue:
             self._end(f"the thread for peer {self._descriptor.session} ended: {error!r}")
         else:
             self._end(self._end_reason)
+            self._hang_up()
         finally:
-            # The last reference ends the engine, and peers outlive their backend.
+            # The last reference ends the engine, and peers outlive their backend. The alarm is a descriptor.
             del self._engine
+            self._alarm = None
+
+    def _rest(self, most_s: float) -> None:
+        """Only the thread, to which the alarm belongs."""
+        assert self._alarm is not None
+        self._alarm.wait(most_s)
+
+    def _wake(self) -> None:
+        if (alarm := self._alarm) is not None:
+            alarm.set()
+
+    def _hang_up(self) -> None:
+        """Use each connection once more when the peer should have ended: the engine keeps those that it does not use for ever,
+        and then closes broken ones.
+        """
+        if not self.by_caller or self.probe is None or not self._sleep(_ENDED_S):
+            return
+        tasks = [
+            self._engine.batch_transfer_async(self.session, [local], [remote], [nbytes], self._opcodes.read)
+            for local, remote, nbytes in zip(*self.probe.listed(0, len(self.probe)), strict=True)
+        ]
+        for task in tasks:
+            while task not in _REFUSED and self._engine.transfer_check_status(task) not in (1, -1):
+                if not self._sleep(_PROBE_S):
+                    return
+
+    def _sleep(self, seconds: float) -> bool:
+        """Whether the engine is still to be used."""
+        until = time.monotonic() + seconds
+        while not self._is_stopped and threading.main_thread().is_alive() and (left := until - time.monotonic()) > 0:
+            self._rest(min(left, _IDLE_S))
+        return not self._is_stopped and threading.main_thread().is_alive()
 
     def _wait(self) -> bool:
         """Sleep while there is nothing to do, and shortly between polls; `False` to end the thread."""
@@ -207,14 +245,14 @@ class PeerQueue:
                     self._open = False
                     return False
             if not flying:
-                self._alarm.wait(_PROBE_S if self._unsettled else _IDLE_S)
+                self._rest(_PROBE_S if self._unsettled else _IDLE_S)
                 continue
             moved_s = time.monotonic() - self._moved_at
             if not self.by_caller and moved_s < _SPIN_S:
                 _native.busy_poll(_POLL_S)
             else:
                 least, most = _PAUSE_S
-                self._alarm.wait(min(most, max(least, moved_s / 16)))
+                self._rest(min(most, max(least, moved_s / 16)))
             return self._open
         self._open = False
         return False
@@ -255,7 +293,7 @@ class PeerQueue:
         alone = start if transfer.reads else max(start, stop - TAIL)  # the first piece that is a task of its own
         flight = _Flight(transfer, stop - start)
         opcode = self._opcodes.read if transfer.reads else self._opcodes.write
-        session = self._session
+        session = self.session
         transfer.num_posted = stop
         if alone > start:
             if self._takes_arrays:
