@@ -1,4 +1,4 @@
-"""Prefill ranks of another host that come and go for good, each under a new name: does decode keep its speed, memory and rows?
+"""Ranks of another host that come and go for good, each under a new name: does the other side keep its speed, memory and rows?
 
     python -m benchmarks.pods --engine nixl --pods 500 --ends kill,close,cut --json pods-nixl.json
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg import KVManager, ModelId, Pages, Topology
+from disagg import KVManager, ModelId, Pages, Receiver, Sender, Topology
 from disagg.state import paged
 from harness.chaos.places import Hosts, Place
 from harness.conditions import conditions
@@ -37,6 +37,8 @@ BUSY_EVERY = 4
 BUSY_S = 0.005
 """How long a request has travelled when its pod ends."""
 CUT_S = 1.5
+DEADLINE_S = 30.0
+AXES = {"prefill": "nhd", "decode": "hnd"}
 PREFIX = "pods: "
 COMPARED = 10
 """The first and the last so many pods are compared, and memory from this one on."""
@@ -56,47 +58,45 @@ def say(line: str) -> None:
     print(PREFIX + line, flush=True)
 
 
-def pod(name: str, engine: str, host: str) -> None:
-    """A rank that sends all its pages for each request id that it reads."""
-    _, own = manager(name, engine, host, axes="nhd", value=1 + int(name))
-    say(own.address)
-    for line in sys.stdin:
-        own.sender(bytes.fromhex(line)).finish(ROWS)
-    own.close()
-
-
 def note_time(found: list[float]) -> None:
     found.append(time.monotonic())
 
 
-def hub(engine: str, host: str) -> None:
-    """The rank that receives. It reads `name address request`, and writes what has become of the request."""
-    pools, own = manager("hub", engine, host, axes="hnd", value=0)
+def rank(name: str, engine: str, side: str, host: str) -> None:
+    """A rank of prefill or decode. For each line that it reads, `send REQUEST` or `want NAME ADDRESS REQUEST`, it takes part in
+    a request, and writes what has become of it.
+    """
+    value = int(name) + 1 if side == "prefill" else 0
+    pools, own = manager(name, engine, host, axes=AXES[side], value=value)
     say(own.address)
     for line in sys.stdin:
-        name, address, request = line.split()
+        *place, request = line.split()[1:]
+        handle: Sender | Receiver
+        if place:
+            given: dict[str, Any] = {"rows": ROWS, "need": {"kv": (0, PAGES * PAGE)}, "deadline_s": DEADLINE_S}
+            handle = own.receiver(bytes.fromhex(request), peer=place[0], address=place[1], **given)
+        else:
+            handle = own.sender(bytes.fromhex(request), deadline_s=DEADLINE_S)
+            handle.finish(ROWS)
         began, freed = time.monotonic(), list[float]()
-        receiver = own.receiver(
-            bytes.fromhex(request), peer=name, address=address, rows=ROWS, need={"kv": (0, PAGES * PAGE)}, deadline_s=30.0
-        )
-        say("opened")
-        event = receiver.wait(timeout_s=60.0)
+        event = handle.wait(timeout_s=2 * DEADLINE_S)
         ended = time.monotonic()
         event.lease.on_release(partial(note_time, freed))
-        while not freed and time.monotonic() < ended + 20.0:
+        while not freed and time.monotonic() < ended + DEADLINE_S:
             time.sleep(0.001)
-        is_right = bool((pools == 1 + int(name)).all()) if event.ok else None
-        pools[:] = 0
         health = own.health()
         found = {
+            "ok": event.ok,
+            "right": bool((pools == 1 + int(place[0])).all()) if place and event.ok else None,
             "ms": round(1e3 * (ended - began), 1),
-            "right": is_right,
             "held, ms": round(1e3 * (freed[0] - ended), 1) if freed else None,
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "KiB": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10,
             "quarantined": health.quarantined,
             "peers": len(health.peers),
         }
+        if place:
+            pools[:] = 0
         say(json.dumps(found))
     own.close()
 
@@ -104,11 +104,11 @@ def hub(engine: str, host: str) -> None:
 class Process:
     """A rank in another process, at its host."""
 
-    def __init__(self, hosts: Hosts, host: int, kind: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.pods", kind, *arguments, hosts.addresses[host]]
+    def __init__(self, hosts: Hosts, host: int, name: str, engine: str, side: str) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "benchmarks.pods", "rank", name, engine, side, hosts.addresses[host]]
         pipe = subprocess.PIPE
         self.popen = subprocess.Popen(Place(hosts.namespaces[host]).command(command), stdin=pipe, stdout=pipe, text=True)
-        self.address = ""
 
     def tell(self, line: str) -> None:
         assert self.popen.stdin is not None
@@ -134,39 +134,37 @@ class Process:
             hosts.mend()
 
 
-def rounds(engine: str, count: int, ends: list[str]) -> Iterator[dict[str, Any]]:
-    """What each pod has cost."""
+def rounds(engine: str, count: int, ends: list[str], *, stays: str = "decode") -> Iterator[dict[str, Any]]:
+    """What each pod has cost the rank of the other side, which `stays`."""
+    goes = "decode" if stays == "prefill" else "prefill"
     with contextlib.closing(Hosts()) as hosts:
-        decode = Process(hosts, 0, "hub", engine)
-        decode.read()
-        later = Process(hosts, 1, "pod", "0", engine)
+        lasting = Process(hosts, 0, str(count), engine, stays)
+        addresses = {stays: lasting.read()}
+        later = Process(hosts, 1, "0", engine, goes)
         for number, how in zip(range(count), itertools.cycle(ends), strict=False):
-            name, own, request = str(number), later, itertools.count(number * 10)
-            address = own.read()
+            own, requests = later, itertools.count(number * 10 + 1)
+            addresses[goes] = own.read()
+            by_side = {stays: lasting, goes: own}
             if how != "cut":  # another one starts meanwhile
-                later = Process(hosts, 1, "pod", str(number + 1), engine)
-
-            def ask(name: str = name, own: Process = own, address: str = address, request: Iterator[int] = request) -> None:
-                request_id = f"{next(request) + 1:032x}"
-                decode.tell(f"{name} {address} {request_id}")
-                assert decode.read() == "opened"
-                own.tell(request_id)
-
+                later = Process(hosts, 1, str(number + 1), engine, goes)
             found: list[dict[str, Any]] = []
-            for _ in range(TIMED):
-                ask()
-                found.append(json.loads(decode.read()))
             is_busy = number % BUSY_EVERY == BUSY_EVERY - 1
-            if is_busy:
-                ask()
-                time.sleep(BUSY_S)
-            own.end(hosts, how)
+            for nth in range(TIMED + is_busy):
+                request = f"{next(requests):032x}"
+                by_side["decode"].tell(f"want {by_side['prefill'].name} {addresses['prefill']} {request}")
+                by_side["prefill"].tell(f"send {request}")
+                if nth == TIMED:
+                    time.sleep(BUSY_S)
+                    own.end(hosts, how)
+                found.append(json.loads(lasting.read()))
+                if nth < TIMED:
+                    found[-1]["right"] = found[-1]["right"] if stays == "decode" else json.loads(own.read())["right"]
+            if not is_busy:
+                own.end(hosts, how)
             if how == "cut":
-                later = Process(hosts, 1, "pod", str(number + 1), engine)
-            if is_busy:
-                found.append(json.loads(decode.read()))
+                later = Process(hosts, 1, str(number + 1), engine, goes)
             yield {"end": how, "busy": is_busy, "requests": found}
-        for each in (later, decode):
+        for each in (later, lasting):
             each.end(hosts, "close")
 
 
@@ -181,8 +179,8 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         "first ten, ms": round(statistics.median(timed[:COMPARED]), 1),
         "last ten, ms": round(statistics.median(timed[-COMPARED:]), 1),
         "wrong": sum(each["right"] is False for each in requests),
-        "failed": sum(each["right"] is None for one in found for each in one["requests"][:TIMED]),
-        "failed at the end": sum(each["right"] is None for one in found for each in one["requests"][TIMED:]),
+        "failed": sum(not each["ok"] for one in found for each in one["requests"][:TIMED]),
+        "failed at the end": sum(not each["ok"] for one in found for each in one["requests"][TIMED:]),
         "rows held, most ms": None if None in held else max(held),
         "MiB more": round((settled[-1]["KiB"] - settled[0]["KiB"]) / 1024, 1),
         "descriptors more": settled[-1]["descriptors"] - settled[0]["descriptors"],
@@ -196,10 +194,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default="nixl", help="nixl, mooncake or auto (nixl)")
     parser.add_argument("--pods", type=int, default=40, metavar="N", help="so many ranks, one after the other (40)")
     parser.add_argument("--ends", default="kill,close,cut", metavar="END,END", help="how they end, in turn (kill,close,cut)")
+    parser.add_argument("--stays", choices=("prefill", "decode"), default="decode", help="the side whose rank stays (decode)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args(arguments)
-    found = list(rounds(options.engine, options.pods, options.ends.split(",")))
-    total = {"engine": options.engine, "ends": options.ends, **summary(found)}
+    found = list(rounds(options.engine, options.pods, options.ends.split(","), stays=options.stays))
+    total = {"engine": options.engine, "ends": options.ends, "stays": options.stays, **summary(found)}
     print(json.dumps(total))
     if options.json:
         options.json.write_text(json.dumps({"conditions": conditions(), **total}, indent=2) + "\n")
@@ -207,9 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["pod"]:
-        pod(*sys.argv[2:])
-    elif sys.argv[1:2] == ["hub"]:
-        hub(*sys.argv[2:])
+    if sys.argv[1:2] == ["rank"]:
+        rank(*sys.argv[2:])
     else:
         sys.exit(main())
