@@ -52,12 +52,12 @@ test-models: setup ## Compare tokens and logits of every described model, and mo
 
 vllm_options = -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations
 vllm_pytest = $$(scripts/vllm_env.sh) -m pytest $(vllm_options) -m "not nightly"
-vllm_moves = $(foreach name,kept moves turns,tests/integrations/vllm/test_$(name).py)
+vllm_moves = $(foreach name,hosts kept moves turns,tests/integrations/vllm/test_$(name).py)
 
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
 	@$(vllm_pytest) tests/integrations/vllm $(PYTEST_ARGS)
 
-test-vllm-moves: ## Run those of test-vllm about next turns, requests that move, and random requests
+test-vllm-moves: ## Run those of test-vllm about next turns, requests that move, random requests, and another host
 	@$(vllm_pytest) $(vllm_moves) $(PYTEST_ARGS)
 
 test-vllm-once: ## Run the others of test-vllm: state that moves once
