@@ -6,16 +6,22 @@ two containers of one machine may. All of this takes root, and the commands `ip`
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import socket
 import subprocess
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 OTHER_USER = 65534
 _COMMANDS = ("ip", "ss", "nsenter", "unshare", "setpriv", "mount", "sh")
 RESET = ("ss", "--kill", "--tcp", "--numeric", "--no-header", "state", "established")
 """The command that resets the TCP connections to which the rest of its arguments apply."""
+_CLONE_NEWNET = 0x40000000
 _CAPABILITIES = "-all,+dac_read_search"
 """The other user reads every file, because the interpreter may lie in a directory of root's. It may not trace processes."""
 
@@ -103,6 +109,29 @@ class Hosts:
     def close(self) -> None:
         for namespace in (*self.namespaces, self._bridge):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def _enter(namespace: Path) -> None:
+    with namespace.open() as opened:
+        if ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+
+
+@contextlib.contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread is on that host in the block, and what it starts."""
+    with Path(f"/proc/self/task/{threading.get_native_id()}/ns/net").open() as before:
+        _enter(Path("/var/run/netns", namespace))
+        try:
+            yield
+        finally:
+            _enter(Path(f"/proc/self/fd/{before.fileno()}"))
+
+
+def slow_down(rate: str) -> None:
+    """Let this host send no faster."""
+    shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+    subprocess.run(["tc", "qdisc", "add", "dev", "eth0", "root", *shape], check=True)
 
 
 def _ip(*arguments: str) -> None:

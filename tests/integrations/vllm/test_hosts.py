@@ -6,49 +6,26 @@ The hosts are two network namespaces, joined by a slow link, so only the network
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.chaos.places import Hosts, missing_for_places
+from harness.chaos.places import Hosts, inside, missing_for_places, slow_down
 from harness.servers import Reply, Server
 from harness.vllm.engine import PREFILL
 from tests.integrations.vllm.requests import USED, prompts, wait_unused
 
 needs_places = pytest.mark.skipif(bool(missing_for_places()), reason=f"needs {missing_for_places()}")
-CLONE_NEWNET = 0x40000000
 RATE = "20mbit"
 NUM_KILLS = int(os.environ.get("TEST_KILLS", "3"))
 LENGTHS = (1200, 1100, 1000)
-FAILED, LOADED = "vllm:disagg_failed_loads_total", "vllm:disagg_loaded_tokens_total"
-
-
-def enter(namespace: Path) -> None:
-    """This thread, and what it starts from now on, is there."""
-    with namespace.open() as opened:
-        if ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
-
-
-@contextlib.contextmanager
-def inside(namespace: str) -> Iterator[None]:
-    """The block is on that host, and what it starts."""
-    before = Path(f"/proc/self/task/{threading.get_native_id()}/ns/net")
-    with before.open() as opened:
-        enter(Path("/var/run/netns", namespace))
-        try:
-            yield
-        finally:
-            enter(Path(f"/proc/self/fd/{opened.fileno()}"))
+FAILED = "vllm:disagg_failed_loads_total"
 
 
 def begin(folder: Path, address: str) -> Server:
@@ -69,9 +46,8 @@ def prefilled(prefill: Server, prompt: list[int]) -> dict[str, Any]:
 def test_prefill_on_another_host_is_killed(model: Callable[[str], Path]) -> None:
     folder = model("llama")
     with contextlib.closing(Hosts()) as hosts, inside(hosts.namespaces[0]), contextlib.ExitStack() as stack:
-        shape = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", RATE, "burst", "64kb", "latency", "50ms")
         with inside(hosts.namespaces[1]):
-            subprocess.run(shape, check=True)
+            slow_down(RATE)
             prefill = stack.enter_context(begin(folder, hosts.addresses[1]))
         decode = stack.enter_context(begin(folder, hosts.addresses[0])).wait_ready()
         asked = prompts(LENGTHS, seed=90)
