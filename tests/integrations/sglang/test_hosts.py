@@ -20,7 +20,6 @@ needs_places = pytest.mark.skipif(bool(missing_for_places()), reason=f"needs {mi
 RATE = "20mbit"
 NUM_KILLS = int(os.environ.get("TEST_KILLS", "3"))
 ASKED = prompts((1200, 1100, 1000), seed=90)
-OVER_THE_NETWORK = {"DISAGG_BACKEND": "nixl", "DISAGG_INSECURE": "1", "DISAGG_TRUSTED_NETWORK": "1"}
 
 
 @needs_places
@@ -31,7 +30,8 @@ def test_prefill_on_another_host_is_killed(tmp_path_factory: pytest.TempPathFact
 
         def begin(host: int, mode: str) -> Server:
             address = hosts.addresses[host]
-            server = Server.sglang(folder, "--host", address, mode=mode, SGLANG_HOST_IP=address, **OVER_THE_NETWORK)
+            own = {"SGLANG_HOST_IP": address, "DISAGG_BACKEND": "nixl", "DISAGG_INSECURE": "1", "DISAGG_TRUSTED_NETWORK": "1"}
+            server = Server.sglang(folder, "--host", address, mode=mode, instead_of=None, **own)
             server.url = f"http://{address}:{server.port}"
             return stack.enter_context(server)
 
