@@ -167,8 +167,9 @@ def ended(moves: Moves, request: Request, status: RequestStatus, num_tokens: int
 @pytest.fixture
 def moves(model: Callable[[str], Path]) -> Moves:
     """Of a server without options that matter."""
+    folder = str(model("llama"))
     read = {"runner_type": "generate", "tokenizer_mode": "auto", "tokenizer_revision": None, "trust_remote_code": False}
-    config = SimpleNamespace(logits_processors=None, skip_tokenizer_init=False, tokenizer=str(model("llama")), **read)
+    config = SimpleNamespace(logits_processors=None, skip_tokenizer_init=False, model=folder, tokenizer=folder, **read)
     return Moves(SimpleNamespace(model_config=config, watermark_config=None))
 
 
