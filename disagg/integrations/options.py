@@ -39,14 +39,14 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         Seconds,
         meaning(
             "The longest that prefill keeps them while the request waits in decode's queue, and that decode waits for a "
-            "request that prefill has.",
+            "request that both servers were sent at once.",
             metavar="SECONDS",
         ),
     ] = 600.0
     load_timeout_s: Annotated[
         Seconds,
         meaning(
-            "How long decode waits for a request that was prefilled, or that prefill does not have, before it computes it.",
+            "How long decode waits for a request that was prefilled, or for prefill's first answer, before it computes it.",
             metavar="SECONDS",
         ),
     ] = 30.0

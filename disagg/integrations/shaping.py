@@ -111,7 +111,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
             cache_dtype kv_cache_dtype_skip_layers"""),
         _row(_COMPARED, _MEMORY, "mamba_cache_dtype mamba_ssm_cache_dtype"),
         _row(_COMPARED, "`windows`: the layers' own", "sliding_window"),
-        _row(_REFUSED, "the models that have it, by the specs of their caches", "swa_bounded_replay"),
+        _row(_REFUSED, "models that use it, which the specs of their caches show", "swa_bounded_replay"),
         _row(_REFUSED, "vLLM itself, with any connector", "use_replayssm replayssm_buffer_len use_kda_recoverssm"),
         _row(_NONE, "layers that use another layer's states have none of their own", "kv_sharing_fast_prefill"),
         _row(_NONE, _WHERE, """
@@ -157,7 +157,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
     ),
     "AttentionConfig": (
         _row(_COMPARED, "the dtype in the layouts", "indexer_kv_dtype"),
-        _row(_REFUSED, "the models that have it, by the specs of their caches", "indexer_sparse_logits"),
+        _row(_REFUSED, "models that use it, which the specs of their caches show", "indexer_sparse_logits"),
         _row(_REFUSED, "pages in the host's memory, by the group of their caches", "hisparse_config"),
         _row(_NONE, _KERNELS, """
             backend minimax_m3_msa_decode_backend backend_per_kind flash_attn_version flash_attn_max_num_splits_for_cuda_graph
@@ -193,8 +193,8 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
     "SpeculativeConfig": (
         _row(_COMPARED, "the names of the draft's components: servers with different drafts move none of its states", """
             method model revision parallel_drafting use_heterogeneous_vocab draft_model_config"""),
-        _row(_COMPARED, "the draft's `longrope`, in the names of its components", "max_model_len"),
-        _row(_COMPARED, "the format of the draft's states, in the names of its components", "kv_cache_dtype"),
+        _row(_COMPARED, "the names of the draft's components, which say whether it uses `longrope`", "max_model_len"),
+        _row(_COMPARED, "the names of the draft's components, which have the format of its states", "kv_cache_dtype"),
         _row(_NONE, "the target is the model", "target_model_config target_parallel_config"),
         _row(_NONE, "drafts after the first token, which the model checks", """
             num_speculative_tokens num_speculative_tokens_per_batch_size index_share_for_mtp_iteration prompt_lookup_max

@@ -53,8 +53,8 @@ DEBIAN = {
 NVIDIA = {
     "libcuda": "install NVIDIA's driver; on a machine without GPUs, install the engine's package without CUDA",
     "libcudart": (
-        "install CUDA of that major version (pip install nvidia-cuda-runtime-cu12); without GPUs, Mooncake's package without CUDA: "
-        "pip uninstall mooncake-transfer-engine && pip install '.[mooncake-cpu]', in a clone of disagg"
+        "install CUDA of that major version (pip install nvidia-cuda-runtime-cu12); without GPUs, Mooncake's package without "
+        "CUDA: pip uninstall mooncake-transfer-engine && pip install '.[mooncake-cpu]', in a clone of disagg"
     ),
 }
 
