@@ -61,7 +61,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     pack_below: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
-        meaning("Pack pieces below this size; 0: none; default: the threshold of the engine.", metavar="BYTES"),
+        meaning(
+            "Pack pieces below this size; 0: none, between hosts on both sides; default: the threshold of the engine.",
+            metavar="BYTES",
+        ),
     ] = None
     direct_between_hosts: Annotated[
         bool,
