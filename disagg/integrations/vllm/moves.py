@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from vllm import SamplingParams
@@ -86,11 +87,12 @@ class Moves:
         # Steps under way still bring tokens. vLLM schedules none beyond `max_tokens`.
         request.max_tokens = min(max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders))
         counted = {"max_tokens": max_tokens, "min_tokens": params.min_tokens}
-        left_out = {"left_out_token_ids": self._special_tokens() if params.skip_special_tokens else []}
+        left_out = {"left_out_token_ids": self._special_tokens if params.skip_special_tokens else []}
         return {"stopped": {name: getattr(params, name) for name in HANDED_OVER + WITHOUT_EFFECT} | counted | left_out}
 
+    @cached_property
     def _special_tokens(self) -> list[int]:
-        """The tokens without text in an answer, by which the proxy tells where a text goes on. vLLM has read the tokenizer."""
+        """Tokens without text in an answer: the proxy needs them to continue a text. vLLM has read the tokenizer."""
         tokenizer = cached_tokenizer_from_config(self._config.model_config)
         if tokenizer is None:
             return []
