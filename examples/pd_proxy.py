@@ -830,7 +830,6 @@ class Answer:
                 text = await self._new(choice["text"], is_end=bool(reason))
                 if reason and await self._has_stopped(reason):
                     reason = None
-                self._text += text
                 num_skipped = await self._num_skipped(text, len(choice["token_ids"] or ()))
                 text, found = self._stops.add(text, len(self.tokens), num_skipped=num_skipped, is_end=bool(reason))
                 ending = ("stop", found) if found else (reason, choice["stop_reason"])
@@ -953,15 +952,16 @@ class Answer:
     async def _new(self, text: str, *, is_end: bool) -> str:
         """What the client gets of `text`, as the server gives it. After an incomplete character that is all of the prompt's and
         the answer's, or (of tokenizers in Python) what follows the character. Raises `Failed` if the text before the move is
-        not the beginning of all.
+        not the beginning of all, or the server's own text is another.
         """
         if self._seam is None or not (text or is_end):
             return text
         known, self._seam = self._seam, None
         whole, _ = await self._complete_text(self.server)
-        if not whole.startswith(known):
+        new = whole[len(known) :]
+        if not whole.startswith(known) or not (text.endswith(new) or new.endswith(text)):
             raise Failed("the text so far is not that of its tokens")
-        return whole[len(known) :]
+        return new
 
     def _event(self, choice: dict[str, Any], text: str, reason: str | None, stop_reason: Any) -> dict[str, Any]:
         """An event for the client of one of a server that goes on."""
