@@ -169,7 +169,7 @@ class LentSlots:
         if not self._unused:
             return False
         self._replaced.append(address)
-        for each in self._replaced:  # bytes that were on their way have taken pages for those before
+        for each in self._replaced:  # late bytes may have taken pages in earlier ones
             self.memory.give_pages_back(each, self.slot_nbytes)
         self._free.insert(0, self._unused.popleft())
         return True

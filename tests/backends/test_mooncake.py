@@ -43,6 +43,7 @@ from disagg.testing.contract import (
     settle,
 )
 from tests.backends.conftest import require_engine
+from tests.support.tcp_proxy import TcpProxy, proxies
 
 require_engine("mooncake.engine", "mooncake-transfer-engine-non-cuda")
 
@@ -55,41 +56,14 @@ def until(transfer: Transfer, status: TransferStatus, *, patience_s: float = 60.
         time.sleep(0.001)
 
 
-class Door:
-    """One address of several engines, one after the other."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self._behind = 0
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def leads_to(self, endpoint: bytes) -> bytes:
-        """An engine's endpoint at this address."""
-        raw, regions = decode_endpoint("mooncake", endpoint)
-        found = msgspec.msgpack.decode(raw)
-        self._behind, port = found["port"], self._listener.getsockname()[1]
-        ports = [port, *(each for each in found["ports"] if each != self._behind)]
-        return encode_endpoint("mooncake", msgspec.msgpack.encode({**found, "port": port, "ports": ports}), regions)
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # the test is over
-            while True:
-                near = self._listener.accept()[0]
-                threading.Thread(target=self._connect, args=(near,), daemon=True).start()
-
-    def _connect(self, near: socket.socket) -> None:
-        with near, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._behind)) as far:
-            back = threading.Thread(target=self._pass_on, args=(far, near), daemon=True)
-            back.start()
-            self._pass_on(near, far)
-            back.join()
-
-    @staticmethod
-    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
+def behind(door: TcpProxy, endpoint: bytes) -> bytes:
+    """An engine's endpoint at the address of `door`, which leads there now."""
+    raw, regions = decode_endpoint("mooncake", endpoint)
+    found = msgspec.msgpack.decode(raw)
+    door.aim(f"tcp://127.0.0.1:{found['port']}")
+    port = int(door.address.rpartition(":")[2])
+    ports = [port, *(each for each in found["ports"] if each != found["port"])]
+    return encode_endpoint("mooncake", msgspec.msgpack.encode({**found, "port": port, "ports": ports}), regions)
 
 
 def num_descriptors() -> int:
@@ -143,10 +117,10 @@ class TestMooncakeContract(BackendContract):
 
     def test_an_engine_at_the_address_of_one_that_has_ended(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """The engine remembers for ever what it has learnt of an address, such as the port that takes the bytes."""
-        door = Door(stack)
+        (door,) = stack.enter_context(proxies("tcp://127.0.0.1:9"))
         for _ in range(3):
             victim = self.new_process(stack)
-            victim.endpoint = door.leads_to(victim.endpoint)
+            victim.endpoint = behind(door, victim.endpoint)
             for _ in range(2):
                 self.round_trip(backend, local, victim)
             victim.kill()

@@ -17,8 +17,8 @@ class TcpProxy:
     """Passes on what comes to `address` to the address `target`, both `tcp://host:port`. What comes back is `delay_s` late."""
 
     def __init__(self, target: str, *, delay_s: float = 0.0) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target, self._delay_s = (host, int(port)), delay_s
+        self.aim(target)
+        self._delay_s = delay_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
@@ -26,6 +26,11 @@ class TcpProxy:
         self.num_accepted = 0
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
+
+    def aim(self, target: str) -> None:
+        """Later connections go to another address."""
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = (host, int(port))
 
     def reset(self) -> int:
         """Reset every connection on both sides, and return how many there were."""

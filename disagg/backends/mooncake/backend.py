@@ -177,17 +177,17 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
                     connections=self._connections,
                     by_caller=self._protocol == "tcp",
                     gpu=self._gpu,
-                    probe=self._probe_of(regions),
+                    readable=self._readable_of(regions),
                 )
                 self._queues.append(queue)
             return queue
 
-    def _probe_of(self, regions: Iterable[RemoteRegion]) -> Pieces | None:
+    def _readable_of(self, regions: Iterable[RemoteRegion]) -> Pieces | None:
         """A byte of the peer for each connection; `None` where none may be read."""
-        readable = next((region for region in regions if region.device.kind == "cpu"), None)
-        if readable is None or self._protocol == "nvlink_intra":
+        region = next((region for region in regions if region.device.kind == "cpu"), None)
+        if region is None or self._protocol == "nvlink_intra":
             return None
-        here, there = (np.full(TAIL, address, np.uint64) for address in (self._scratch.ctypes.data, readable.address))
+        here, there = (np.full(TAIL, address, np.uint64) for address in (self._scratch.ctypes.data, region.address))
         return Pieces(here, there, np.ones(TAIL, np.uint64))
 
     def _spelled(self, descriptor: MooncakeDescriptor) -> str:
@@ -203,9 +203,9 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
 
     def _warm(self, peer: MooncakePeer, descriptor: MooncakeDescriptor) -> None:
         """Read a byte, so that the engine connects; raises `PeerUnreachable`."""
-        if peer.queue.probe is None:
+        if peer.queue.readable is None:
             return
-        transfer = MooncakeTransfer(peer.queue, peer.queue.probe, reads=True)
+        transfer = MooncakeTransfer(peer.queue, peer.queue.readable, reads=True)
         peer.queue.submit(transfer)
         deadline = time.monotonic() + _WARM_S
         while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:

@@ -74,7 +74,7 @@ def current(gpu: Gpu | None) -> Iterator[None]:
 
 class PeerQueue:
     """All work with one peer's engine, which this one knows as `session`, and its thread. `by_caller`: callers may post and
-    poll a few pieces. `probe`: what may be read at any time.
+    poll a few pieces. `readable`: pieces that may be read at any time.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PeerQueue:
         connections: EngineConnections,
         by_caller: bool,
         gpu: Gpu | None,
-        probe: Pieces | None,
+        readable: Pieces | None,
     ) -> None:
         self._engine = engine
         self._takes_arrays = hasattr(engine, "batch_transfer_async_write_arrays")
@@ -108,7 +108,7 @@ class PeerQueue:
         self._num_users = 1
         self._open = True
         self._is_stopped = False
-        self.probe = probe
+        self.readable = readable
         self._end_reason = "the engine was closed before the transfer had ended"
         self._moved_at = time.monotonic()
         self._probe_at = 0.0
@@ -212,11 +212,11 @@ class PeerQueue:
         """Use each connection once more when the peer should have ended: the engine keeps those that it does not use for ever,
         and then closes broken ones.
         """
-        if not self.by_caller or self.probe is None or not self._sleep(_ENDED_S):
+        if not self.by_caller or self.readable is None or not self._sleep(_ENDED_S):
             return
         tasks = [
             self._engine.batch_transfer_async(self.session, [local], [remote], [nbytes], self._opcodes.read)
-            for local, remote, nbytes in zip(*self.probe.listed(0, len(self.probe)), strict=True)
+            for local, remote, nbytes in zip(*self.readable.listed(0, len(self.readable)), strict=True)
         ]
         for task in tasks:
             while task not in _REFUSED and self._engine.transfer_check_status(task) not in (1, -1):
@@ -226,9 +226,11 @@ class PeerQueue:
     def _sleep(self, seconds: float) -> bool:
         """Whether the engine is still to be used."""
         until = time.monotonic() + seconds
-        while not self._is_stopped and threading.main_thread().is_alive() and (left := until - time.monotonic()) > 0:
+        while usable := not self._is_stopped and threading.main_thread().is_alive():
+            if (left := until - time.monotonic()) <= 0:
+                break
             self._rest(min(left, _IDLE_S))
-        return not self._is_stopped and threading.main_thread().is_alive()
+        return usable
 
     def _wait(self) -> bool:
         """Sleep while there is nothing to do, and shortly between polls; `False` to end the thread."""
