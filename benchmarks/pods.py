@@ -2,9 +2,9 @@
 
     python -m benchmarks.pods --engine nixl --pods 500 --ends kill,close,cut --json pods-nixl.json
 
-Needs root: the two hosts are network namespaces, so nothing but the network tells decode that a pod has ended. Each pod sends
-three requests, one after the other, whose bytes are compared. Every fourth one then ends while a request travels. `kill`:
-SIGKILL; `close`: in order; `cut`: its host is cut off, then it is killed, then the host is back.
+Needs root: the two hosts are network namespaces, so only the network tells the rank that stays that a pod has ended. Each pod
+takes part in three requests, one after the other, whose bytes are compared. Every fourth one then ends while a request
+travels. `kill`: SIGKILL; `close`: in order; `cut`: its host is cut off, then it is killed, then the host is back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.scale import usage
 from disagg import KVManager, ModelId, Pages, Receiver, Sender, Topology
 from disagg.state import paged
 from harness.chaos.places import Hosts, Place
@@ -63,8 +63,8 @@ def note_time(found: list[float]) -> None:
 
 
 def rank(name: str, engine: str, side: str, host: str) -> None:
-    """A rank of prefill or decode. For each line that it reads, `send REQUEST` or `want NAME ADDRESS REQUEST`, it takes part in
-    a request, and writes what has become of it.
+    """Run a prefill or decode rank. For each line on standard input, `send REQUEST` or `want NAME ADDRESS REQUEST`, serve that
+    request and print its outcome.
     """
     value = int(name) + 1 if side == "prefill" else 0
     pools, own = manager(name, engine, host, axes=AXES[side], value=value)
@@ -84,16 +84,15 @@ def rank(name: str, engine: str, side: str, host: str) -> None:
         event.lease.on_release(partial(note_time, freed))
         while not freed and time.monotonic() < ended + DEADLINE_S:
             time.sleep(0.001)
-        health = own.health()
+        resident, descriptors = usage()
         found = {
             "ok": event.ok,
             "right": bool((pools == 1 + int(place[0])).all()) if place and event.ok else None,
             "ms": round(1e3 * (ended - began), 1),
             "held, ms": round(1e3 * (freed[0] - ended), 1) if freed else None,
-            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-            "KiB": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10,
-            "quarantined": health.quarantined,
-            "peers": len(health.peers),
+            "descriptors": descriptors,
+            "KiB": resident,
+            "quarantined": own.health().quarantined,
         }
         if place:
             pools[:] = 0
@@ -140,9 +139,9 @@ def rounds(engine: str, count: int, ends: list[str], *, stays: str = "decode") -
     with contextlib.closing(Hosts()) as hosts:
         lasting = Process(hosts, 0, str(count), engine, stays)
         addresses = {stays: lasting.read()}
-        later = Process(hosts, 1, "0", engine, goes)
+        later, requests = Process(hosts, 1, "0", engine, goes), itertools.count(1)
         for number, how in zip(range(count), itertools.cycle(ends), strict=False):
-            own, requests = later, itertools.count(number * 10 + 1)
+            own = later
             addresses[goes] = own.read()
             by_side = {stays: lasting, goes: own}
             if how != "cut":  # another one starts meanwhile
@@ -190,12 +189,12 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the pods. Returns 1 if a byte was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pods", description="Let prefill ranks come and go")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pods", description="Let the ranks of one side come and go")
     parser.add_argument("--engine", default="nixl", help="nixl, mooncake or auto (nixl)")
     parser.add_argument("--pods", type=int, default=40, metavar="N", help="so many ranks, one after the other (40)")
     parser.add_argument("--ends", default="kill,close,cut", metavar="END,END", help="how they end, in turn (kill,close,cut)")
     parser.add_argument("--stays", choices=("prefill", "decode"), default="decode", help="the side whose rank stays (decode)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args(arguments)
     found = list(rounds(options.engine, options.pods, options.ends.split(","), stays=options.stays))
     total = {"engine": options.engine, "ends": options.ends, "stays": options.stays, **summary(found)}
