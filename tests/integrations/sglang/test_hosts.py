@@ -26,6 +26,9 @@ ASKED = prompts((1200, 1100, 1000), seed=90)
 def test_prefill_on_another_host_is_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Only a server without requests empties its cache. SGLang itself ends if its pools are not free then."""
     folder, rooms = write_model("llama", tmp_path_factory.mktemp("models") / "llama"), itertools.count(2**61)
+    with Server.sglang(folder) as alone:
+        alone.wait_ready()
+        expected = [alone.complete(prompt, max_tokens=4, stream=False) for prompt in ASKED]
     with contextlib.closing(Hosts()) as hosts, inside(hosts.namespaces[0]), contextlib.ExitStack() as stack:
 
         def begin(host: int, mode: str) -> Server:
@@ -46,7 +49,6 @@ def test_prefill_on_another_host_is_killed(tmp_path_factory: pytest.TempPathFact
             slow_down(RATE)
             prefill = begin(1, "prefill")
         decode = begin(0, "decode").wait_ready()
-        expected: list[Reply] = []
         for killed in range(NUM_KILLS + 1):
             prefill.wait_ready()
             with ThreadPoolExecutor(2 * len(ASKED)) as pool:
@@ -55,8 +57,9 @@ def test_prefill_on_another_host_is_killed(tmp_path_factory: pytest.TempPathFact
                     room = next(rooms)
                     pool.submit(prefill.complete, prompt, max_tokens=4, stream=False, **where(room))
                     found.append(decoded(room, prompt))
-                expected = expected or found
-                assert [reply.tokens for reply in found] == [reply.tokens for reply in expected]
+                for one, other in zip(found, expected, strict=True):
+                    assert one.tokens == other.tokens
+                    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
                 if killed == NUM_KILLS:
                     break
                 given = [(next(rooms), prompt) for prompt in ASKED]
