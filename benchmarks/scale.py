@@ -53,14 +53,14 @@ def value_of(peer: int) -> int:
 
 
 class Rank:
-    """One rank with `num_layers` layers of `num_pages` pages."""
+    """One rank with `num_layers` layers of `num_pages` pages. It packs nothing, so that many of them fit into memory."""
 
     def __init__(self, name: str, *, num_pages: int, num_layers: int = 1, value: int = 0) -> None:
         self.pools = np.full((num_layers, 2, num_pages, PAGE, HEADS, DIM), value, np.uint16)
         layers = {layer: (pool[0], pool[1]) for layer, pool in enumerate(self.pools.view(np.float16))}
         kv = paged.gqa(layers, axes="nhd", num_kv_heads=HEADS, topology=Topology())
         self.manager = KVManager(
-            name=name, topology=Topology(), components=[kv], model=ModelId("scale"), backend="cma", admit="any"
+            name=name, topology=Topology(), components=[kv], model=ModelId("scale"), backend="cma", admit="any", pack_below=0
         )
 
 

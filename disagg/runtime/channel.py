@@ -47,7 +47,8 @@ class _Peer:
 
 class Channel:
     """Off loopback it needs `keys`, or `insecure=True`. `allow` decides whether a public key may connect. A peer's
-    connection ends after `heartbeat_timeout_s` without an answer. Raises `ConfigError` for an address that cannot be bound.
+    connection ends `heartbeat_timeout_s` after a ping without an answer, at the peer as long after a ping that is due.
+    Raises `ConfigError` for an address that cannot be bound.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class Channel:
         return socket
 
     def _set_heartbeats(self, interval_s: float, timeout_s: float) -> None:
-        timeout_ms = max(1, round(timeout_s * 1e3))
-        self._router.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(interval_s * 1e3)))
+        interval_ms, timeout_ms = max(1, round(interval_s * 1e3)), max(1, round(timeout_s * 1e3))
+        self._router.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
         self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-        self._router.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, MAX_SILENCE_MS))
+        self._router.setsockopt(zmq.HEARTBEAT_TTL, min(interval_ms + timeout_ms, MAX_SILENCE_MS))
 
     def _watch(self, socket: zmq.Socket[bytes]) -> int:
         """Returns the descriptor that libzmq signals."""

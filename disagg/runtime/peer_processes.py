@@ -27,6 +27,8 @@ class PeerProcesses:
         self._lock = threading.Lock()
         self._watches: dict[str, ProcessWatch] = {}
         self._epoll = select.epoll()
+        self._has_news = False
+        self._may_be_gone = False
         self._socket: IdentitySocket | None = None
         try:
             self._socket = IdentitySocket(socket_name(instance, rank, epoch))
@@ -37,10 +39,7 @@ class PeerProcesses:
         """`None` unless the rank is on this host and the kernel attests its process."""
         name = socket_name(instance, rank, epoch)
         with self._lock:
-            for each, watch in list(self._watches.items()):
-                if watch.is_gone():
-                    watch.close()
-                    del self._watches[each]
+            self._sweep()
             known = self._watches.get(name)
             found = known if known is not None and not known.has_ended() else ProcessWatch.attest(name)
             if found is not None and found is not known:
@@ -51,7 +50,24 @@ class PeerProcesses:
     def have_ended(self) -> bool:
         """Whether an attested process has ended since the last call. Costs the same for any number of them."""
         with self._lock:
-            return not self._epoll.closed and bool(self._epoll.poll(0))
+            self._look()
+            found, self._has_news = self._has_news, False
+            return found
+
+    def _look(self) -> None:
+        if not self._epoll.closed and self._epoll.poll(0):
+            self._has_news = self._may_be_gone = True
+
+    def _sweep(self) -> None:
+        """Forget processes that are gone. Without one that has ended it costs the same for any number of them."""
+        self._look()
+        if not self._may_be_gone:
+            return
+        for each, watch in list(self._watches.items()):
+            if watch.is_gone():
+                watch.close()
+                del self._watches[each]
+        self._may_be_gone = any(watch.has_ended() for watch in self._watches.values())
 
     def prune(self) -> None:
         """Keeps room for peers that attest this process."""

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from disagg.machine.processes import ProcessWatch
 from disagg.runtime.peer_processes import PeerProcesses, socket_name
 
 EPOCH = secrets.randbits(62)
@@ -49,6 +50,25 @@ def test_nothing_of_a_clone_of_this_machine_is_attested(monkeypatch: pytest.Monk
     assert asked == []
 
 
+def test_processes_that_live_are_not_looked_at_for_each_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To connect to many ranks of this host costs as much for each."""
+    num_looks = 0
+    is_gone = ProcessWatch.is_gone
+
+    def count(watch: ProcessWatch) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return is_gone(watch)
+
+    monkeypatch.setattr(ProcessWatch, "is_gone", count)
+    with contextlib.ExitStack() as stack:
+        mine = stack.enter_context(contextlib.closing(PeerProcesses("me", 0, EPOCH)))
+        for rank in range(4):
+            stack.enter_context(contextlib.closing(PeerProcesses("peer", rank, EPOCH)))
+            assert mine.attest("peer", rank, EPOCH) is not None
+        assert num_looks == 0
+
+
 def test_names_differ_for_all_parts_of_an_identity() -> None:
     names = {socket_name(*each) for each in (("a", 1, 2), ("a", 12, 0), ("a\x001", 2, 0), ("a", 1, 20), ("a1", 2, 0))}
     assert len(names) == 5
@@ -85,4 +105,7 @@ def test_an_end_of_any_process_is_reported_once() -> None:
         assert watch.has_ended()
         assert mine.have_ended()
         assert not mine.have_ended()
+        assert mine.attest("here", 0, EPOCH) is not None
+        with pytest.raises(ValueError, match="closed"):  # it was forgotten
+            watch.fileno()
     assert not mine.have_ended()
