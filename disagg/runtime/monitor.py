@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 
 import zmq
@@ -20,6 +21,7 @@ _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZMTP, or not with the required mechanism",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it was not authenticated",
 }
+_COUNTED = struct.Struct("!BI")
 _EVENTS = sum(_REFUSALS) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -65,10 +67,12 @@ class Monitor:
         """Join a routing id and a descriptor. Returns whether that connection is still open."""
         if descriptor is None or descriptor not in self._open or connection in self._over:
             return False
-        earlier = self._by_descriptor.get(descriptor)
-        if earlier is not None:  # read late: libzmq has closed it since
-            self._forget(earlier)
-            self._late.append(earlier)
+        known = self._by_descriptor.get(descriptor)
+        if known is not None:  # libzmq has closed one of the two since, and its message is read late
+            if not _is_later(connection, known):
+                return False
+            self._forget(known)
+            self._late.append(known)
         self._by_descriptor[descriptor] = connection
         self._known[connection] = descriptor
         return True
@@ -101,3 +105,19 @@ class Monitor:
     def close(self) -> None:
         self._router.disable_monitor()
         self.socket.close(0)
+
+
+def _is_later(connection: bytes, other: bytes) -> bool:
+    """A ROUTER counts connections in their routing ids. One that chose its id itself, as no rank does, is never later."""
+    number, before = _count_in(connection), _count_in(other)
+    if number is None or before is None:
+        return number is not None
+    return (number - before) % (1 << 32) < 1 << 31
+
+
+def _count_in(connection: bytes) -> int | None:
+    """An id has a zero byte, and 32 bits that begin with a random number."""
+    if len(connection) != _COUNTED.size:
+        return None
+    zero, number = _COUNTED.unpack(connection)
+    return None if zero else int(number)

@@ -21,6 +21,7 @@ from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime import endless
 from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
 from disagg.runtime.keys import KeyPair
+from disagg.runtime.monitor import _is_later
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
 from tests.support.tcp import longest_waits_ms
 
@@ -106,6 +107,61 @@ def killed_client(address: str, code: str) -> subprocess.Popen[str]:
     """A process with a DEALER that has said hello."""
     script = f"import zmq, time; d = zmq.Context().socket(zmq.DEALER); d.connect({address!r}); d.send(b'hello'); {code}"
     return subprocess.Popen([sys.executable, "-c", script], text=True)
+
+
+TWO_CLIENTS = """
+import sys, time, zmq
+context = zmq.Context()
+def client(message):
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(sys.argv[1])
+    dealer.send(message)
+    time.sleep(0.3)
+    return dealer
+first = client(b"first")
+input()
+client(b"earlier").close()
+time.sleep(0.3)
+later = client(b"later")
+print("sent", flush=True)
+input()
+later.send(b"again")
+input()
+"""
+
+
+def test_a_connection_outlives_an_earlier_one_of_its_descriptor_whose_message_is_read_late() -> None:
+    """A ROUTER takes turns among connections, and does not hand out the messages of an earlier one first."""
+    with contextlib.closing(Channel("tcp://127.0.0.1:0")) as server:
+        command = [sys.executable, "-c", TWO_CLIENTS, server.address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+            assert clients.stdin is not None
+            assert clients.stdout is not None
+            arrivals = (each for _ in range(600) for each in server.poll(0.1))
+            assert next(arrivals) == Inbound(ANY, "", b"first")
+            print(file=clients.stdin, flush=True)
+            assert clients.stdout.readline() == "sent\n"
+            later, earlier = next(arrivals), next(arrivals)  # both have come while the first was dealt with
+            assert isinstance(later, Inbound)
+            assert isinstance(earlier, Inbound)
+            assert (later.data, earlier.data) == (b"later", b"earlier")
+            print(file=clients.stdin, flush=True)
+            assert [next(arrivals), next(arrivals)] == [Closed(earlier.connection), Inbound(later.connection, "", b"again")]
+            print(file=clients.stdin, flush=True)
+
+
+def test_connections_are_in_the_order_of_their_ids() -> None:
+    def counted(number: int) -> bytes:
+        return b"\0" + (number % (1 << 32)).to_bytes(4, "big")
+
+    for first in (0, 7, (1 << 32) - 1):  # libzmq begins with a random number
+        assert _is_later(counted(first + 1), counted(first))
+        assert not _is_later(counted(first), counted(first + 1))
+    chosen = b"\1mine"
+    assert _is_later(counted(7), chosen)
+    assert _is_later(counted(7), b"mine")
+    assert not _is_later(chosen, counted(7))
+    assert not _is_later(chosen, b"mine")
 
 
 def test_the_end_of_a_peers_process_ends_its_connection() -> None:
