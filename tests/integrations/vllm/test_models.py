@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.vllm.engine import Engine
+from harness.vllm.engine import Answer, Engine
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -68,7 +68,8 @@ QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 @pytest.mark.parametrize("case", QWEN)
 def test_gated_delta_nets(case: str, start: Callable[..., Engine]) -> None:
     """In bfloat16, which vLLM's CPU kernels need. Another TP rounds differently, so undivided servers at TP 1 and 2 also differ
-    before long: there only the first eight tokens are compared. No two of the most likely tokens are tied in these answers.
+    before long: there the first eight tokens are compared, up to one where two are as likely within the tolerance. Which ones
+    are depends on the processor.
 
     Both sides prefill the same number of tokens: the prompt is what the undivided server was asked, and its first token.
     """
@@ -81,5 +82,20 @@ def test_gated_delta_nets(case: str, start: Callable[..., Engine]) -> None:
     for answer in expected:
         del answer.tokens[0], answer.logprobs[0]
     assert num_external(found) == [len(prompt) - 1 for prompt in longer]
-    check_equal(expected, found, tolerance=tolerance)
+    if tolerance < 0.01:
+        check_equal(expected, found, tolerance=tolerance)
+    else:
+        num_compared = sum(check_until_tied(one, other, tolerance) for one, other in zip(expected, found, strict=True))
+        assert num_compared >= 0.75 * max_tokens * len(asked)
     wait_empty(prefill, decode)
+
+
+def check_until_tied(expected: Answer, found: Answer, tolerance: float) -> int:
+    """Compare up to the first token that differs, which must be as likely as the other. Returns how many were equal."""
+    for at, (ours, theirs) in enumerate(zip(expected.logprobs, found.logprobs, strict=True)):
+        assert all(abs(ours[token] - theirs[token]) <= tolerance for token in ours.keys() & theirs.keys())
+        one, other = expected.tokens[at], found.tokens[at]
+        if one != other:
+            assert abs(ours[one] - theirs[other]) <= tolerance  # the best of each: each server lists no other
+            return at
+    return len(expected.tokens)
