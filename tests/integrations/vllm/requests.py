@@ -26,11 +26,16 @@ def prompts(lengths: Sequence[int] = LENGTHS, *, seed: int = 1) -> list[list[int
     return [[chosen.randrange(250) for _ in range(length)] for length in lengths]
 
 
-def hand_over(prefill: Engine, decode: Engine, asked: Sequence[Sequence[int]], *, max_tokens: int = 16) -> list[Answer]:
+def hand_over(
+    prefill: Engine, decode: Engine, asked: Sequence[Sequence[int]], *, max_tokens: int = 16, logprobs: int = 1
+) -> list[Answer]:
     """The answers of decode to prompts that prefill has computed, as vLLM's usual proxy asks for them."""
     first = prefill.generate(asked, params=PREFILL)
     return decode.wait(
-        [decode.add(prompt, params=answer.params, max_tokens=max_tokens) for prompt, answer in zip(asked, first, strict=True)]
+        [
+            decode.add(prompt, params=answer.params, max_tokens=max_tokens, logprobs=logprobs)
+            for prompt, answer in zip(asked, first, strict=True)
+        ]
     )
 
 
