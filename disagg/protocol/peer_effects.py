@@ -27,7 +27,7 @@ class ConnectionLimits:
     """Times of the handshake and of liveness, in seconds. Raises `ConfigError` for one that is not above 0.
 
     libzmq pings each peer every `heartbeat_s`; one that does not answer a ping within `heartbeat_timeout_s` is lost, and
-    one from which no ping has come for the sum of both. A hello without an answer is repeated after `hello_retry_s`, then
+    so is one whose own ping is that late. A hello without an answer is repeated after `hello_retry_s`, then
     at intervals that double up to `max_hello_retry_s`. It is renewed within `renew_s`, towards a leader within
     `max_hello_retry_s` while ranks of its instance are not ready. A refused peer gets another hello after
     `refused_retry_s`. An instance that was admitted, or named by a request only, is forgotten when it has not been ready

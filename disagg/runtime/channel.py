@@ -46,9 +46,9 @@ class _Peer:
 
 
 class Channel:
-    """Off loopback it needs `keys`, or `insecure=True`. `allow` decides whether a public key may connect. A peer's
-    connection ends `heartbeat_timeout_s` after a ping without an answer, at the peer as long after a ping that is due.
-    Raises `ConfigError` for an address that cannot be bound.
+    """Off loopback it needs `keys`, or `insecure=True`. `allow` decides whether a public key may connect. A
+    connection ends if a ping is not answered within `heartbeat_timeout_s`; the peer ends it if a ping is that late. Raises
+    `ConfigError` for an address that cannot be bound.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 
 import zmq
@@ -21,7 +20,6 @@ _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZMTP, or not with the required mechanism",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it was not authenticated",
 }
-_COUNTED = struct.Struct("!BI")
 _EVENTS = sum(_REFUSALS) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -116,8 +114,5 @@ def _is_later(connection: bytes, other: bytes) -> bool:
 
 
 def _count_in(connection: bytes) -> int | None:
-    """An id has a zero byte, and 32 bits that begin with a random number."""
-    if len(connection) != _COUNTED.size:
-        return None
-    zero, number = _COUNTED.unpack(connection)
-    return None if zero else int(number)
+    """An id is a zero byte and a number of 32 bits. The first number is random."""
+    return int.from_bytes(connection[1:]) if len(connection) == 5 and not connection[0] else None

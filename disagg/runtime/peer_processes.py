@@ -59,7 +59,7 @@ class PeerProcesses:
             self._has_news = self._may_be_gone = True
 
     def _sweep(self) -> None:
-        """Forget processes that are gone. Without one that has ended it costs the same for any number of them."""
+        """Forget processes that are gone. If none has ended, the cost does not depend on their number."""
         self._look()
         if not self._may_be_gone:
             return

@@ -51,7 +51,7 @@ def test_nothing_of_a_clone_of_this_machine_is_attested(monkeypatch: pytest.Monk
 
 
 def test_processes_that_live_are_not_looked_at_for_each_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To connect to many ranks of this host costs as much for each."""
+    """Connecting to one more rank of this host costs the same, however many there are."""
     num_looks = 0
     is_gone = ProcessWatch.is_gone
 
