@@ -145,6 +145,11 @@ class PeerConnection:
         self._step(ConnectionStep.DROPPED)
         self.dial, self.unanswered, self.problem = dial, 0, problem
 
+    def dialled(self, now: float) -> None:
+        """A hello that was sent before is lost. The next one waits as long as it would have."""
+        self.unanswered = 0
+        self.ask_by(now)
+
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def answer(self) -> None:

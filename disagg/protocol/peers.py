@@ -185,7 +185,8 @@ class PeerTable:
         """A connection was opened after its host name was resolved. Earlier messages on it were lost."""
         link = self._links.get(dial)
         if link is not None:
-            self._links.greet_soon(link, now)
+            link.dialled(now)
+            self._links.arm(link)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ class Channel:
         has_ended = self._monitor_descriptor in readable
         if has_ended or self._router_descriptor in readable:
             yield from self._inbound()
-        if has_ended:  # after its messages, of which the last may be a goodbye
+        if has_ended or self._monitor.has_late:  # after its messages, of which the last may be a goodbye
             yield from self._ended()
         self._monitor.end_endless(self._port)
         for descriptor in readable:
@@ -243,16 +243,15 @@ class Channel:
             if len(frames) > MAX_FRAMES + 1:
                 self._monitor.end(_descriptor_of(frames[1]), self._port)
                 continue
-            connection, user, is_open = frames[0].bytes, "", True
+            connection, user = frames[0].bytes, ""
             if not self._monitor.hears(connection):
                 yield from self._ended()
-                is_open = self._monitor.add(connection, _descriptor_of(frames[1]))
+                if not self._monitor.add(connection, _descriptor_of(frames[1])):
+                    continue  # it has ended, so its hello cannot be answered
             if self._keys is not None:
                 user = str(frames[1].get("User-Id"))
             for frame in frames[1:]:
                 yield Inbound(connection, user, frame.bytes)
-            if not is_open:
-                yield Closed(connection)
 
     def _ended(self) -> Iterator[Closed]:
         for connection in self._monitor.take():

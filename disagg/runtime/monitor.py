@@ -81,6 +81,11 @@ class Monitor:
         if len(self._over) > MAX_ENDED:
             self._over.popitem(last=False)
 
+    @property
+    def has_late(self) -> bool:
+        """Whether a connection has ended without an event to come."""
+        return bool(self._late)
+
     def take(self) -> list[bytes]:
         ended, self._late = self._late, []
         while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +186,25 @@ def test_a_connection_that_opens_late_gets_a_hello_at_once() -> None:
     table.dialled(0, 0.1)
     table.tick(0.1)
     assert take_effects(table) == [SendHello(0)]
+
+
+@pytest.mark.parametrize("has_name", [False, True])
+def test_a_slow_peer_has_as_long_to_answer_by_name_as_by_address(has_name: bool) -> None:
+    """Each connection that is given up costs the peer a hello to read, and never gets its answer."""
+    table = peer_table(limits=dataclasses.replace(LIMITS, hello_retry_s=0.25, max_hello_retry_s=2.0))
+    table.add_peer("decode-0", "tcp://decode:80" if has_name else LEADER, None, 0.0)
+    dialled_at = list[float]()
+    for now in (count / 4 for count in range(200)):
+        table.tick(now)
+        for effect in take_effects(table):
+            if isinstance(effect, Connect):
+                dialled_at.append(now)
+                if has_name:
+                    table.dialled(effect.dial, now)
+                    table.tick(now)
+    lasted = [after - before for before, after in itertools.pairwise(dialled_at)]
+    assert lasted[0] >= 3.0
+    assert min(lasted[1:]) >= 8.0
 
 
 def test_a_peer_that_has_not_connected_is_asked_to() -> None:

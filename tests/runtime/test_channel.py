@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import IO
 from unittest.mock import ANY
 
 import pytest
@@ -119,7 +120,8 @@ def client(message):
     time.sleep(0.3)
     return dealer
 first = client(b"first")
-input()
+if more := input():
+    first.send(more.encode())
 client(b"earlier").close()
 time.sleep(0.3)
 later = client(b"later")
@@ -130,24 +132,50 @@ input()
 """
 
 
+@contextlib.contextmanager
+def two_clients_of_one_descriptor(server: Channel, *, in_order: bool) -> Iterator[tuple[Iterator[Arrival], IO[str]]]:
+    """What arrives while the first message is dealt with: those of two clients, of which the first has ended. A ROUTER takes
+    turns among connections: without `in_order` it hands out the later one's message first.
+    """
+    command = [sys.executable, "-c", TWO_CLIENTS, server.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+        assert clients.stdin is not None
+        assert clients.stdout is not None
+        arrivals = (each for _ in range(600) for each in server.poll(0.1))
+        assert next(arrivals) == Inbound(ANY, "", b"first")
+        print("more" if in_order else "", file=clients.stdin, flush=True)
+        assert clients.stdout.readline() == "sent\n"
+        if in_order:
+            assert next(arrivals) == Inbound(ANY, "", b"more")
+        yield arrivals, clients.stdin
+        print(file=clients.stdin, flush=True)
+
+
 def test_a_connection_outlives_an_earlier_one_of_its_descriptor_whose_message_is_read_late() -> None:
-    """A ROUTER takes turns among connections, and does not hand out the messages of an earlier one first."""
-    with contextlib.closing(Channel("tcp://127.0.0.1:0")) as server:
-        command = [sys.executable, "-c", TWO_CLIENTS, server.address]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
-            assert clients.stdin is not None
-            assert clients.stdout is not None
-            arrivals = (each for _ in range(600) for each in server.poll(0.1))
-            assert next(arrivals) == Inbound(ANY, "", b"first")
-            print(file=clients.stdin, flush=True)
-            assert clients.stdout.readline() == "sent\n"
-            later, earlier = next(arrivals), next(arrivals)  # both have come while the first was dealt with
-            assert isinstance(later, Inbound)
-            assert isinstance(earlier, Inbound)
-            assert (later.data, earlier.data) == (b"later", b"earlier")
-            print(file=clients.stdin, flush=True)
-            assert [next(arrivals), next(arrivals)] == [Closed(earlier.connection), Inbound(later.connection, "", b"again")]
-            print(file=clients.stdin, flush=True)
+    with (
+        contextlib.closing(Channel("tcp://127.0.0.1:0")) as server,
+        two_clients_of_one_descriptor(server, in_order=False) as (arrivals, clients),
+    ):
+        later = next(arrivals)
+        assert isinstance(later, Inbound)
+        assert later.data == b"later"
+        print(file=clients, flush=True)
+        assert next(arrivals) == Inbound(later.connection, "", b"again")
+
+
+def test_a_connection_ends_though_a_later_one_of_its_descriptor_is_there() -> None:
+    """Nothing but that one's message tells."""
+    with (
+        contextlib.closing(Channel("tcp://127.0.0.1:0")) as server,
+        two_clients_of_one_descriptor(server, in_order=True) as (arrivals, clients),
+    ):
+        earlier, later = next(arrivals), next(arrivals)
+        assert isinstance(earlier, Inbound)
+        assert isinstance(later, Inbound)
+        assert (earlier.data, later.data) == (b"earlier", b"later")
+        assert next(arrivals) == Closed(earlier.connection)
+        print(file=clients, flush=True)
+        assert next(arrivals) == Inbound(later.connection, "", b"again")
 
 
 def test_connections_are_in_the_order_of_their_ids() -> None:
