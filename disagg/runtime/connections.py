@@ -18,7 +18,7 @@ from disagg.machine.processes import ProcessWatch
 from disagg.protocol.peer_effects import Lost, Ready
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import PeerRank
+from disagg.protocol.types import NEVER, PeerRank
 from disagg.runtime.handshake import Handshake, Peer, RemoteRank
 from disagg.runtime.peer_processes import PeerProcesses
 
@@ -72,6 +72,7 @@ class Connections:
         self._threads: list[threading.Thread] = []
         self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}  # by epoch
+        self._fence_at = NEVER
         self._next_check = 0.0
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.num_losses: Counter[str] = Counter()
@@ -82,18 +83,20 @@ class Connections:
 
     @property
     def next_tick(self) -> float:
-        return min([self._next_check, *(fencing.next_at for fencing in self._fencing.values())])
+        return min(self._next_check, self._fence_at)
 
     def tick(self, now: float) -> None:
         if now >= self._next_check:
             self._check(now)
-        self._fence(now)
+        if now >= self._fence_at:
+            self._fence(now)
 
     def _check(self, now: float) -> None:
         self._next_check = now + PROCESS_CHECK_S
         self._processes.prune()
         for fencing in self._fencing.values():
             fencing.check(now)
+            self._fence_at = min(self._fence_at, fencing.next_at)
         for peer, found in self._handshake.peers() if self._processes.have_ended() else ():
             self._check_process(peer, found.remote, now)
         try:
@@ -108,6 +111,7 @@ class Connections:
             self._peers.on_ended(peer, rank.epoch, now)
 
     def check_soon(self) -> None:
+        self._fence_at = NEVER
         self._next_check = 0.0
 
     # -- connecting --------------------------------------------------------------------------------------------------
@@ -189,6 +193,8 @@ class Connections:
                 continue
             fencing.delay_s = min(fencing.delay_s * 2, MAX_FENCE_S)
             fencing.next_at = now + fencing.delay_s
+            if fencing.delay_s == MAX_FENCE_S:  # all such share one pass
+                fencing.next_at -= now % MAX_FENCE_S
             try:
                 fence = self._backend.fence(fencing.engine, epoch=epoch)
             except BaseException as error:  # noqa: BLE001 (whatever it is, it is no proof, and concerns this peer only)
@@ -198,3 +204,4 @@ class Connections:
                 del self._fencing[peer, epoch]
                 self._sessions.peer_quiet(peer, epoch=epoch)
                 logger.info("%s: lost %s is proved quiet", self._handshake.me, peer)
+        self._fence_at = min((each.next_at for each in self._fencing.values()), default=NEVER)

@@ -24,7 +24,7 @@ class PeerStatus(NamedTuple):
 
 class Directory:
     """Any thread may call it. `command` runs a function in the control thread. There, `carry_out` carries out the peer
-    table's effects, and `on_changed` is called after a change of configuration.
+    table's effects, and `on_changed` is called with a peer's name after a change of its configuration.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Directory:
         local: LocalRank,
         command: Callable[[Callable[[float], None]], None],
         carry_out: Callable[[float], None],
-        on_changed: Callable[[], None],
+        on_changed: Callable[[str], None],
         allowed_keys: set[str],
         admits_unknown: bool,
     ) -> None:
@@ -104,7 +104,7 @@ class Directory:
                     self._changing[name] -= 1
                     if not self._changing[name]:
                         del self._changing[name]
-            self._on_changed()
+            self._on_changed(name)
 
         self._command(run)
 

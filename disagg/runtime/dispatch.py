@@ -90,7 +90,7 @@ class Dispatch:
         worker: TransferWorker,
         verification: Verification,
         requests: RequestTable,
-        on_peers_changed: Callable[[], None],
+        on_peer_changed: Callable[[str], None],
         on_forgotten: Callable[[str, str], None],
     ) -> None:
         self.channel = channel
@@ -105,7 +105,7 @@ class Dispatch:
         self._worker = worker
         self._verification = verification
         self._requests = requests
-        self._on_peers_changed = on_peers_changed
+        self._on_peer_changed = on_peer_changed
         self._on_forgotten = on_forgotten
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self._short, self._short_until = "", 0.0
@@ -126,9 +126,10 @@ class Dispatch:
         try:
             message = decode(arrived.data)
             if isinstance(arrived, Reply):
+                answering = self._peers.expected_at(arrived.dial)
                 self._peers.on_reply(arrived.dial, message, now)
-                if isinstance(message, Reject | Welcome):
-                    self._on_peers_changed()
+                if answering is not None and isinstance(message, Reject | Welcome):
+                    self._on_peer_changed(answering.instance)
                 return False
             peer = self._peers.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:
@@ -240,7 +241,7 @@ class Dispatch:
             case Lost() as lost:
                 self._connections.lose(lost, now)
                 self._transfers.lost(lost.peer, lost.cause, now)
-                self._on_peers_changed()
+                self._on_peer_changed(lost.peer.instance)
             case Forgotten(instance, cause):
                 self._on_forgotten(instance, cause)
 

@@ -15,6 +15,7 @@ from disagg.runtime.directory import Directory
 from disagg.runtime.loop import CommandQueue
 from disagg.runtime.request_table import RequestTable
 
+LOOK_S = 0.25
 OpenSession = Callable[[float], Session]
 """Runs in the control thread, and may raise `DisaggError`."""
 
@@ -37,6 +38,7 @@ class Openings:
         self._waiting: dict[str, dict[int, _Waiting]] = {}
         self._numbers: dict[RequestHandle, int] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # a heap; some have ended
+        self._look_at = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -72,7 +74,7 @@ class Openings:
         if handle is not None:
             self._numbers[handle] = number
         heapq.heappush(self._deadlines, (deadline, number, peer))
-        self._advance(peer)
+        self.advance(peer)
 
     def _take(self, peer: str, number: int) -> _Waiting | None:
         waiting = self._waiting.get(peer, {})
@@ -92,16 +94,19 @@ class Openings:
         self._requests.end_unopened(handle, error)
 
     def tick(self, now: float) -> None:
-        """Open requests whose peer is ready. End those that are late, or whose peer refuses this instance."""
-        for peer in tuple(self._waiting):
-            self._advance(peer)
+        """End requests that are late. Now and then look at all peers: time alone changes some."""
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            for peer in tuple(self._waiting):
+                self.advance(peer)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number, peer = heapq.heappop(self._deadlines)
             if (late := self._take(peer, number)) is not None:
                 problem = self._directory.problem(peer)
                 self._fail(late, RequestTimeout(f"peer {peer!r} did not become ready in time: {problem}"))
 
-    def _advance(self, peer: str) -> None:
+    def advance(self, peer: str) -> None:
+        """Open the peer's requests if it is ready. End them if it refuses this instance."""
         if self._directory.is_ready(peer):
             for each in self._take_all(peer):
                 each.run()

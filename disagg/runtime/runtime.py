@@ -222,7 +222,7 @@ class Runtime:
             worker=self.worker,
             verification=self.verification,
             requests=self.requests,
-            on_peers_changed=self._on_peers_changed,
+            on_peer_changed=self._on_peer_changed,
             on_forgotten=self._on_forgotten,
         )
         self.directory = Directory(
@@ -231,7 +231,7 @@ class Runtime:
             local=self.local,
             command=self.commands.put,
             carry_out=self.dispatch.carry_out_peers,
-            on_changed=self._on_peers_changed,
+            on_changed=self._on_peer_changed,
             allowed_keys=self.allowed_keys,
             admits_unknown=settings.admit is not None,
         )
@@ -346,10 +346,10 @@ class Runtime:
         if (writing := self.handshake.writing(peer)) is not None:
             self.dispatch.send(peer, writing)
         self.transfers.connected(peer, time.monotonic())
-        self._on_peers_changed()
+        self._on_peer_changed(peer.instance)
 
-    def _on_peers_changed(self) -> None:
-        self.openings.tick(time.monotonic())
+    def _on_peer_changed(self, name: str) -> None:
+        self.openings.advance(name)
         self.directory.notify()
 
     def _on_forgotten(self, name: str, cause: str) -> None:

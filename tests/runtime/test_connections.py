@@ -79,6 +79,16 @@ def test_a_rank_that_lives_or_is_elsewhere_is_fenced_less_and_less_often(process
     assert pauses[-1] == pytest.approx(MAX_FENCE_S)
 
 
+def test_ranks_that_are_fenced_for_long_share_a_pass() -> None:
+    """Thousands of them would each wake the control thread every 5 s, which then looks at all."""
+    fences = Fences(None)
+    fences.run(1.7)
+    fences.connections.lose(Lost(OTHER, 1, 0, "it is silent"), 1.7)
+    fences.run(LATE)
+    times = fences.run(LATE + 4 * MAX_FENCE_S)
+    assert len(times) == 2 * len(set(times)) == 8
+
+
 def test_a_rank_is_fenced_soon_after_its_process_ends_however_long_it_was_silent() -> None:
     process = SimpleNamespace(has_ended=lambda: False)
     fences = Fences(process)
