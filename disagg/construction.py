@@ -83,7 +83,7 @@ def _ask(admit: Admit, name: str, address: str, public_key: str) -> bool:
 
 def check_joined(directory: Directory, name: str, topology: Topology) -> None:
     """Raise `LocalProtocolError` for a rank without a leader: no peer would ever be ready."""
-    if directory.lacks_leader:
+    if not directory.has_leader:
         raise LocalProtocolError(
             f"rank {topology.rank} of {name!r} has no leader: pass leader=, the address of rank 0, or call set_leader() first"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +38,18 @@ from disagg.core.events import ReadyEvent
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
-from disagg.protocol.messages import PROTOCOL_VERSION, TokenRange, Verify
+from disagg.protocol.messages import TokenRange, Verify
 from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.peers import Admit
 from disagg.protocol.types import Event, Limits, PeerRank
 from disagg.requests import Receiver, Sender, check_alive, check_process
 from disagg.runtime.accounting import Stats
-from disagg.runtime.calls import ReceiveCall, open_receiver, open_sender, tell
+from disagg.runtime.calls import open_receiver, open_sender, tell
 from disagg.runtime.channel import Channel
 from disagg.runtime.directory import PeerStatus
-from disagg.runtime.health import Health, health_of, snapshot_of, unready
+from disagg.runtime.health import Health, Reader, health_of, unready
 from disagg.runtime.keys import KeyPair
-from disagg.runtime.metrics import Metrics, Reader
+from disagg.runtime.metrics import Metrics
 from disagg.runtime.metrics_server import MetricsServer
 from disagg.runtime.runtime import Runtime, RuntimeSettings
 from disagg.runtime.tracing import Tracing
@@ -175,7 +174,7 @@ class KVManager:
             self.metrics_url = None if metrics_port is None else _serve_metrics(runtime, metrics, metrics_host, metrics_port)
             runtime.start()
         except BaseException:
-            runtime.abandon()
+            runtime.opened.close()
             raise
         logger.info(
             "%s: listening at %s, backend %s over %s, components %s%s",
@@ -281,18 +280,16 @@ class KVManager:
         self._make_known(peer, address, public_key)
         return open_receiver(
             self._runtime,
-            ReceiveCall(
-                key=request_key(request_id, attempt),
-                peer=peer,
-                rows=as_rows(self._runtime.local, rows),
-                need={} if need is None else need,
-                group=group,
-                deadline_s=check_deadline(deadline_s),
-                ready=ready,
-                verify=self._verify,
-                tag=tag,
-                label=label,
-            ),
+            request_key(request_id, attempt),
+            peer=peer,
+            rows=as_rows(self._runtime.local, rows),
+            need={} if need is None else need,
+            group=group,
+            deadline_s=check_deadline(deadline_s),
+            ready=ready,
+            verify=self._verify,
+            tag=tag,
+            label=label,
         )
 
     def sender(
@@ -402,7 +399,7 @@ class KVManager:
         If the engine's end proves all rows quiet, quarantined rows are released as well. Otherwise keep their pools in
         memory: a stopped peer may still write there.
         """
-        self._runtime.close()
+        self._runtime.lifetime.end()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
         """Wrap the control channel, as `disagg.testing.faults.mistreat` does. Raises `LocalProtocolError` the second time."""
@@ -424,19 +421,7 @@ class KVManager:
 
 
 def _serve_metrics(runtime: Runtime, metrics: Metrics, host: str, port: int) -> str:
-    me = runtime.handshake.me
-    build = {
-        "version": importlib.metadata.version("disagg"),
-        "protocol": str(PROTOCOL_VERSION),
-        "name": me.instance,
-        "rank": str(me.rank),
-        "backend": runtime.backend.name,
-    }
-    reader = Reader(
-        lambda: snapshot_of(runtime),
-        lambda: {**build, "transport": runtime.backend.transport},  # known once there is a peer
-    )
-    metrics.registry.register(reader)
+    metrics.registry.register(Reader(runtime))
     server = MetricsServer(metrics.registry, lambda: runtime.problem, lambda: unready(runtime), host=host, port=port)
-    runtime.add_on_close(server.close)
+    runtime.opened.callback(server.close)
     return server.url

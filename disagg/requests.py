@@ -192,15 +192,13 @@ class RequestHandle:
         def abort(now: float) -> None:
             if self.session is None:
                 self._control.end_unopened(self, RequestAborted(reason))
+            elif isinstance(self.session, ReceiveSession):
+                self._control.sessions.receives.abort(self.session, RequestAborted(reason), now)
             else:
-                self._abort_session(RequestAborted(reason), now)
+                self._control.sessions.sends.abort(self.session, RequestAborted(reason), now)
 
         if not self._control.problem:
             self._control.command(abort)
-
-    def _abort_session(self, error: DisaggError, now: float) -> None:
-        """In the control thread."""
-        raise NotImplementedError
 
     def on_end(self, callback: Callable[[Event], object]) -> None:
         """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended.
@@ -255,10 +253,6 @@ class Receiver(RequestHandle):
         super().__init__(control, ending, key=key, peer=peer, tag=tag, label=label)
         self.need = need
         self.ids = ids
-
-    def _abort_session(self, error: DisaggError, now: float) -> None:
-        if self.session is not None:
-            self._control.sessions.receives.abort(self.session, error, now)
 
 
 class Sender(RequestHandle):
@@ -353,10 +347,6 @@ class Sender(RequestHandle):
 
         self._command(finish)
         _native.yield_gil(always=True)
-
-    def _abort_session(self, error: DisaggError, now: float) -> None:
-        if self.session is not None:
-            self._control.sessions.sends.abort(self.session, error, now)
 
     def _chunk(
         self, rows: GivenRows, tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None

@@ -34,7 +34,6 @@ import sys
 import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -73,14 +72,6 @@ _SO_PEERNAME = 28
 _FAMILY_AND_PORT = struct.Struct("!HH")
 _CLOSED = 7
 """That state of a socket which is in no table."""
-
-
-class Credentials(NamedTuple):
-    """As the kernel attests them. `pid` is 0 in another process-id namespace."""
-
-    pid: int
-    user: int
-    group: int
 
 
 class IdentitySocket:
@@ -149,7 +140,7 @@ class ProcessWatch:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as connection:
                 connection.connect(f"\0{name}")
                 held.connect(_held_name(name))
-                pid = peer_credentials(connection).pid
+                pid = pid_of(connection)
                 return cls(pid, _pidfd_of(connection, pid, held), held)
         except (OSError, ValueError) as error:  # also where no descriptor is left
             logger.debug("no process is attested at %r: %s", name, error)
@@ -232,12 +223,12 @@ class ProcessWatch:
             self.close()
 
 
-def peer_credentials(connection: socket.socket) -> Credentials:
-    """The process at the other end of a Unix socket. At the end that connected, it is the one that listens, even if another
-    has inherited its socket.
+def pid_of(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket, as the kernel attests it; 0 in another process-id namespace. At the end
+    that connected, it is the one that listens, even if another has inherited its socket.
     """
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Credentials(*_CREDENTIALS.unpack(found))
+    pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid)
 
 
 def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:

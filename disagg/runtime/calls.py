@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.arguments import Ids, check_needs, check_number, check_ready, check_text
@@ -23,84 +22,73 @@ DECLINE_S = 60.0
 """How long a message of `tell` waits for its peer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReceiveCall:
-    """The checked arguments of `KVManager.receiver`."""
-
-    key: RequestKey
-    peer: str
-    rows: Mapping[str, Rows]
-    need: Mapping[str, TokenRange]
-    group: int
-    deadline_s: float
-    ready: ReadyEvent | None
-    verify: Verify
-    tag: Any
-    label: str
-
-
-def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
+def open_receiver(
+    runtime: Runtime,
+    key: RequestKey,
+    *,
+    peer: str,
+    rows: Mapping[str, Rows],
+    need: Mapping[str, TokenRange],
+    group: int,
+    deadline_s: float,
+    ready: ReadyEvent | None,
+    verify: Verify,
+    tag: Any,
+    label: str,
+) -> Receiver:
     """Reserve rows, now or once the peer is ready. A peer that becomes ready too late is told that nothing is needed.
     Errors that only the peer's layouts show end the request.
     """
-    check_ready(call.ready)
-    check_text(call.label, "label")
-    agreement = runtime.directory.agreement(call.peer)
-    num_groups = 2**31 if agreement is None else agreement.num_groups
-    call = replace(call, group=check_number(call.group, f"group of peer {call.peer!r}", num_groups))
-    need, ids = _needs(runtime, call, agreement)
+    check_ready(ready)
+    check_text(label, "label")
+    local, known = runtime.local, runtime.directory.agreement(peer)
+    group = check_number(group, f"group of peer {peer!r}", 2**31 if known is None else known.num_groups)
+
+    def needs(agreement: Agreement | None) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
+        """Of the components that both sides have, or, while the peer is not known, of those with rows."""
+        agreed = rows if agreement is None else agreement.incoming.components
+        return check_needs(local, local.topology.group_rank, agreed, rows, need)
+
+    needed, ids = needs(known)
     ending = Ending(runtime.spin_s)
-    receiver = Receiver(runtime, ending, key=call.key, peer=call.peer, tag=call.tag, label=call.label, need=need, ids=ids)
-    deadline = ending.moments.opened_at + call.deadline_s
+    receiver = Receiver(runtime, ending, key=key, peer=peer, tag=tag, label=label, need=needed, ids=ids)
+    deadline = ending.moments.opened_at + deadline_s
 
     def open_session(now: float) -> ReceiveSession:
-        agreed = runtime.directory.known_agreement(call.peer)
-        if agreed is not agreement:
-            check_number(call.group, f"group of peer {call.peer!r}", agreed.num_groups)
-            receiver.need, _ = _needs(runtime, call, agreed)
-        return _reserve(runtime, call, agreed, receiver, now, deadline)
+        agreement = runtime.directory.known_agreement(peer)
+        if agreement is not known:
+            check_number(group, f"group of peer {peer!r}", agreement.num_groups)
+            receiver.need, _ = needs(agreement)
+        nonce = secrets.randbits(62)
+        session = receiver.session = runtime.sessions.receives.open(
+            key,
+            peer=peer,
+            nonce=nonce,
+            source_group=group,
+            rows=rows,
+            need=receiver.need,
+            expected=agreement.expected(local, group, receiver.need),
+            now=now,
+            deadline=deadline,
+            ready=ready is None,
+            verify=verify,
+            tag=tag,
+            lease=receiver.lease,
+            trace=receiver.trace,
+        )
+        idle = agreement.idle_writers(local, group)
+        runtime.sessions.decline(key, peer=peer, nonce=nonce, source_group=group, ranks=idle)
+        if ready is not None:
+            runtime.dispatch.not_ready.append((session, ready))
+        return session
 
     def decline_unopened(_: Event) -> None:
         if receiver.session is None:
-            tell(runtime, runtime.sessions.decline, call.key, peer=call.peer, group=call.group)
+            tell(runtime, runtime.sessions.decline, key, peer=peer, group=group)
 
     runtime.open(receiver, ending, open_session, wait_until=deadline)
     receiver.on_end(decline_unopened)
     return receiver
-
-
-def _needs(runtime: Runtime, call: ReceiveCall, agreement: Agreement | None) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
-    """Needs of the components that both sides have, or, while the peer is not known, of those with rows."""
-    agreed = call.rows if agreement is None else agreement.incoming.components
-    return check_needs(runtime.local, runtime.local.topology.group_rank, agreed, call.rows, call.need)
-
-
-def _reserve(
-    runtime: Runtime, call: ReceiveCall, agreement: Agreement, receiver: Receiver, now: float, deadline: float
-) -> ReceiveSession:
-    """In the control thread."""
-    receives, nonce = runtime.sessions.receives, secrets.randbits(62)
-    session = receiver.session = receives.open(
-        call.key,
-        peer=call.peer,
-        nonce=nonce,
-        source_group=call.group,
-        rows=call.rows,
-        need=receiver.need,
-        expected=agreement.expected(runtime.local, call.group, receiver.need),
-        now=now,
-        deadline=deadline,
-        ready=call.ready is None,
-        verify=call.verify,
-        tag=call.tag,
-        lease=receiver.lease,
-        trace=receiver.trace,
-    )
-    idle = agreement.idle_writers(runtime.local, call.group)
-    runtime.sessions.decline(call.key, peer=call.peer, nonce=nonce, source_group=call.group, ranks=idle)
-    if call.ready is not None:
-        runtime.dispatch.reserve_when_ready(session, call.ready)
-    return session
 
 
 def open_sender(

@@ -47,7 +47,7 @@ class Directory:
         self._on_changed = on_changed
         self._allowed_keys = allowed_keys
         self.admits_unknown = admits_unknown
-        self._has_leader = peers.leader_address is not None
+        self.has_leader = peers.leader_address is not None
         self._changed = threading.Condition()
         self._added: set[str] = set()
         self._changing: Counter[str] = Counter()  # not made yet by the control thread
@@ -113,20 +113,11 @@ class Directory:
         self._added.discard(name)
         self.notify()
 
-    @property
-    def lacks_leader(self) -> bool:
-        return not self._has_leader
-
-    @property
-    def leader_problem(self) -> str:
-        """Why this rank has not joined its leader; empty if it has, or leads."""
-        return self._peers.leader_problem
-
     def set_leader(self, address: str) -> None:
         """Raises `ConfigError` on rank 0, and the second time."""
-        if self._has_leader:
+        if self.has_leader:
             raise ConfigError(f"set_leader: {self._handshake.me} is the leader, or knows it")
-        self._has_leader = True
+        self.has_leader = True
 
         def join(now: float) -> None:
             self._peers.set_leader(address)

@@ -147,21 +147,13 @@ class Dispatch:
         return True
 
     def _take_request_message(self, peer: PeerRank, message: Message, now: float) -> None:
-        if isinstance(message, Complete):
-            self._take_complete(peer, message, now)
-        elif isinstance(message, SlotsFilled | Borrow) and self._handshake.rank(peer) is None:
+        if isinstance(message, SlotsFilled | Borrow) and self._handshake.rank(peer) is None:
             return  # no loss would end a loan before the engine is connected; the writer sends the message again
-        else:
-            self._sessions.on_message(peer, message, now)
-
-    def _take_complete(self, peer: PeerRank, message: Complete, now: float) -> None:
-        session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
-        if session is not None:
-            self._requests.moments_of(session).land(time.monotonic(), TransferPhases(*message.took))
+        if isinstance(message, Complete):
+            session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
+            if session is not None:
+                self._requests.moments_of(session).land(time.monotonic(), TransferPhases(*message.took))
         self._sessions.on_message(peer, message, now)
-
-    def reserve_when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
-        self.not_ready.append((session, ready))
 
     def take_ready(self, now: float) -> None:
         waiting, self.not_ready = self.not_ready, []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from disagg.backends.abilities import renewal_due
 from disagg.core.leases import LeaseState
+from disagg.protocol.messages import PROTOCOL_VERSION
 from disagg.requests import Sender
 from disagg.runtime.accounting import quarantined, states
-from disagg.runtime.metrics import Snapshot
+from disagg.runtime.metrics import Row, family
 from disagg.runtime.runtime import Runtime
 
 
@@ -71,9 +77,9 @@ def unready(runtime: Runtime) -> str:
         return runtime.problem
     if runtime.requests.is_draining:
         return "it takes no new requests: it is draining"
-    if runtime.directory.lacks_leader:
+    if not runtime.directory.has_leader:
         return "it does not know its leader: leader= or set_leader() names the address of rank 0"
-    if problem := runtime.directory.leader_problem:
+    if problem := runtime.peers.leader_problem:
         return f"it has not joined its leader: {problem}"
     peers = runtime.directory.lasting()
     if not peers or any(runtime.directory.is_ready(name) for name in peers):
@@ -81,32 +87,65 @@ def unready(runtime: Runtime) -> str:
     return "no configured peer is ready: " + "; ".join(f"{name}: {runtime.directory.problem(name)}" for name in peers)
 
 
-def snapshot_of(runtime: Runtime) -> Snapshot:
-    sessions, stats, dispatch = runtime.sessions, runtime.stats, runtime.dispatch
-    names = runtime.directory.names()
-    rows, requests = quarantined(runtime.requests.leased_sessions(), ended=runtime.problem != "")
-    return Snapshot(
-        healthy=not runtime.problem,
-        peers_ready={name: runtime.directory.is_ready(name) for name in names},
-        peer_ranks={name: runtime.handshake.num_connected(name) for name in names},
-        pack_below=runtime.pack_below,
-        peer_losses={name: runtime.connections.num_losses[name] for name in names},
-        requests=states(
-            list(sessions.receives.sessions.values()),
-            [*list(sessions.sends.sessions.values()), *list(sessions.sends.table.offers.values())],
-            num_unopened=runtime.openings.num_requests,
-        ),
-        quarantined_rows=rows,
-        quarantined_requests=requests,
-        queue_depths=runtime.queue_depths(),
-        refusals={
+class Reader(Collector):
+    """Reads the manager at every scrape."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        me = runtime.handshake.me
+        self._build = {
+            "version": importlib.metadata.version("disagg"),
+            "protocol": str(PROTOCOL_VERSION),
+            "name": me.instance,
+            "rank": str(me.rank),
+            "backend": runtime.backend.name,
+        }
+
+    def describe(self) -> Iterable[Metric]:
+        """Returns nothing, so that registration reads nothing."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        runtime, stats, sends = self._runtime, self._runtime.stats, self._runtime.sessions.sends
+        names, directory = runtime.directory.names(), runtime.directory
+        rows, requests = quarantined(runtime.requests.leased_sessions(), ended=runtime.problem != "")
+        ready = {name: directory.is_ready(name) for name in names}
+        ranks = {name: runtime.handshake.num_connected(name) for name in names}
+        losses = {name: runtime.connections.num_losses[name] for name in names}
+        refusals = {
             "connection": runtime.channel.refused,
-            "hello": dispatch.num_rejected_hellos,
-            "message": dispatch.num_refused_messages,
-        },
-        transfer_nbytes=stats.nbytes_by_way,
-        phase_seconds=stats.phases,
-        transfers=stats.transfers,
-        transfer_failures=stats.failures,
-        pieces=stats.pieces,
-    )
+            "hello": runtime.dispatch.num_rejected_hellos,
+            "message": runtime.dispatch.num_refused_messages,
+        }
+        healthy = not runtime.problem
+        gauges: tuple[Row, ...] = (
+            ("healthy", "1 while the manager works, 0 once a thread of it has died or it was closed.", None, {"": healthy}),
+            ("peer_ready", "Whether every rank of a configured peer is ready.", "peer", ready),
+            ("peer_ranks_connected", "Ranks of a configured peer that are connected.", "peer", ranks),
+            ("pack_below_bytes", "Pieces below this size travel packed.", None, {"": runtime.pack_below}),
+            ("quarantined_rows", "Rows that are not proved quiet.", "reason", rows),
+            ("quarantined_requests", "Requests with such rows.", "reason", requests),
+            ("queue_depth", "Items that wait inside the manager.", "queue", runtime.queue_depths()),
+        )
+        counters: tuple[Row, ...] = (
+            ("peer_losses", "How often a rank of a configured peer was lost.", "peer", losses),
+            ("refusals", "Connections, hellos and messages that were refused.", "what", refusals),
+            ("transfer_bytes", "Bytes that were written to peers.", "way", stats.nbytes_by_way),
+            ("phase_seconds", "Time in each phase of this side's transfers.", "phase", stats.phases),
+            ("transfers", "Transfers that have settled.", None, {"": stats.transfers}),
+            ("transfer_failures", "Transfers that have failed.", None, {"": stats.failures}),
+            ("pieces", "Pieces posted to the engine.", None, {"": stats.pieces}),
+        )
+        yield from (family(GaugeMetricFamily, row) for row in gauges)
+        yield from (family(CounterMetricFamily, row) for row in counters)
+        under_way = states(
+            list(runtime.sessions.receives.sessions.values()),
+            [*list(sends.sessions.values()), *list(sends.table.offers.values())],
+            num_unopened=runtime.openings.num_requests,
+        )
+        found = GaugeMetricFamily("disagg_requests", "Requests under way.", labels=("direction", "state"))
+        for labels, count in under_way.items():
+            found.add_metric(labels, count)
+        yield found
+        build = {**self._build, "transport": runtime.backend.transport}  # known once there is a peer
+        yield InfoMetricFamily("disagg_build", "What runs here now: join it by the scrape's labels.", value=build)

@@ -28,7 +28,7 @@ class _Waiting(NamedTuple):
 
 
 class Openings:
-    """Any thread may call `put` and `put_when_ready`; the control thread calls the rest."""
+    """Any thread may call `put`; the control thread calls the rest."""
 
     def __init__(self, directory: Directory, requests: RequestTable, commands: CommandQueue) -> None:
         self._directory = directory
@@ -47,23 +47,16 @@ class Openings:
     def num_requests(self) -> int:
         return len(self._numbers)
 
-    def put(self, handle: Sender, open_session: OpenSession) -> None:
-        """A failure ends the request."""
-        self._commands.put(
-            lambda now: self._requests.open(handle, lambda: open_session(now)),
-            lambda error: self._requests.end_unopened(handle, error),
-        )
-
-    def put_when_ready(self, handle: Receiver, open_session: OpenSession, deadline: float) -> None:
-        """The request ends if its peer is not ready before `deadline`."""
+    def put(self, handle: Receiver | Sender, open_session: OpenSession, deadline: float) -> None:
+        """A failure ends the request. A receive waits for its peer, and ends if that is not ready before `deadline`."""
 
         def open_or_wait(now: float) -> None:
             if not self._requests.has(handle):
                 return
-            if self._directory.is_ready(handle.peer):
+            if isinstance(handle, Sender) or self._directory.is_ready(handle.peer):
                 self._requests.open(handle, lambda: open_session(now))
             else:
-                self.wait(handle.peer, handle, lambda: self.put_when_ready(handle, open_session, deadline), deadline)
+                self.wait(handle.peer, handle, lambda: self.put(handle, open_session, deadline), deadline)
 
         self._commands.put(open_or_wait, lambda error: self._requests.end_unopened(handle, error))
 

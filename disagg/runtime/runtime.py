@@ -14,7 +14,7 @@ from disagg.backends import registry
 from disagg.backends.abilities import QuietWhenClosed
 from disagg.backends.base import Backend, BackendOptions
 from disagg.core.address import advertised_address
-from disagg.core.errors import DisaggError, LocalProtocolError
+from disagg.core.errors import LocalProtocolError
 from disagg.core.memory import merge_regions
 from disagg.core.topology import Topology
 from disagg.ending import Ending
@@ -25,7 +25,7 @@ from disagg.protocol.peers import Admit, PeerTable
 from disagg.protocol.send_table import Readers
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import NEVER, Limits, PeerRank
-from disagg.requests import Receiver, RequestHandle, Sender
+from disagg.requests import Receiver, Sender
 from disagg.runtime.accounting import Stats
 from disagg.runtime.channel import Channel
 from disagg.runtime.connections import Connections
@@ -102,8 +102,9 @@ class Runtime:
             opened.callback(self.requests.close)
             self._open(settings, components, opened)
             self.commands = CommandQueue(self.channel)
+            self.command = self.commands.put
             self._build(settings)
-            self._opened = opened.pop_all()
+            self.opened = opened.pop_all()
 
     def _open(self, settings: RuntimeSettings, components: Sequence[Component], opened: contextlib.ExitStack) -> None:
         self.memory = PoolMemory([region for component in components for region in component.regions])
@@ -236,6 +237,7 @@ class Runtime:
             admits_unknown=settings.admit is not None,
         )
         self.openings = Openings(self.directory, self.requests, self.commands)
+        self.end_unopened = self.openings.end
         self.loop = Loop(
             name=name,
             channel=self.channel,
@@ -254,35 +256,18 @@ class Runtime:
         self.loop.start()
         self.commands.put(self.peers.join)
 
-    def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
-        self.commands.put(run, on_error)
-
     def open(self, handle: Receiver | Sender, ending: Ending, open_session: OpenSession, *, wait_until: float = NEVER) -> None:
         """A receive waits for its peer until `wait_until`. A failure ends the request, also if the control thread dies just
         now.
         """
         self.requests.add(handle, ending)
-        if isinstance(handle, Receiver):
-            self.openings.put_when_ready(handle, open_session, wait_until)
-        else:
-            self.openings.put(handle, open_session)
+        self.openings.put(handle, open_session, wait_until)
         if self.loop.over:
             self.requests.fail_all(self.problem)
 
-    def end_unopened(self, handle: RequestHandle, error: DisaggError) -> None:
-        """In the control thread."""
-        self.openings.end(handle, error)
-
-    def add_on_close(self, close: Callable[[], None]) -> None:
-        """Called before anything that was opened earlier closes."""
-        self._opened.callback(close)
-
-    def close(self) -> None:
-        self.lifetime.end()
-
     def _threads(self) -> tuple[threading.Thread, ...]:
         """Those that call the server."""
-        return self.loop.thread, self.worker.thread, self.verification.thread
+        return self.loop.thread, self.worker.thread, self.verification.worker.thread
 
     def _close(self) -> None:
         self.commands.put(lambda _: self.peers.close("the manager was closed"))
@@ -291,21 +276,17 @@ class Runtime:
         self._probes.close_all()
         self.connections.join(JOIN_TIMEOUT_S)
         self.worker.stop(JOIN_TIMEOUT_S)
-        self.verification.stop(JOIN_TIMEOUT_S)
+        self.verification.worker.stop(JOIN_TIMEOUT_S)
         self.requests.fail_all("the manager was closed")
         self.directory.notify()
         try:
-            self._opened.close()
+            self.opened.close()
         finally:
             if isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed():
                 self.requests.release_all()
             else:
                 for memory in self._staging:
                     memory.keep_mapped()
-
-    def abandon(self) -> None:
-        """Close what was opened, if the manager cannot start."""
-        self._opened.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
         if self._interposed:
@@ -332,7 +313,7 @@ class Runtime:
             "parked_reserves": len(self.sessions.sends.parked),
             "waiting_for_peers": len(self.openings),
             "early_transfers": self.transfers.num_unconnected,
-            "sums": self.verification.depth,
+            "sums": self.verification.worker.depth,
             "fences": self.connections.num_fencing,
             "events": self.requests.num_events,
         }

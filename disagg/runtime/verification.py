@@ -215,25 +215,14 @@ class Verification:
         self._stats = stats
         self._command = command
         self._pending: dict[Ticket, _Pending] = {}
-        self._worker = ChecksumWorker(name=name, on_death=on_death)
-
-    @property
-    def depth(self) -> int:
-        return self._worker.depth
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._worker.thread
-
-    def stop(self, timeout_s: float) -> None:
-        self._worker.stop(timeout_s)
+        self.worker = ChecksumWorker(name=name, on_death=on_death)
 
     def start(self, rank: RemoteRank, start: StartTransfer) -> None:
         ticket = start.ticket
         if start.reserve.verify == "off":
             return
         self._pending[ticket] = _Pending()
-        self._worker.submit(
+        self.worker.submit(
             lambda: checksum_sent(rank.checksum_plans(), start, self._digest),
             lambda sums, error: self._command(lambda now: self._take_sums(ticket, sums, error, now)),
             ready=start.chunk.ready,
@@ -241,7 +230,7 @@ class Verification:
         )
 
     def verify(self, start: StartVerify) -> None:
-        self._worker.submit(
+        self.worker.submit(
             lambda: verify_rows(self._local.checksum_plans, start, self._digest),
             lambda _, error: self._command(lambda now: self._take_verified(start, error, now)),
         )

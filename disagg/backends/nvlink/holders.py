@@ -11,7 +11,7 @@ import select
 import socket
 import time
 
-from disagg.machine.processes import peer_credentials
+from disagg.machine.processes import pid_of
 
 BACKLOG = 4096
 
@@ -43,7 +43,7 @@ class Mappings:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            pid = peer_credentials(connection).pid
+            pid = pid_of(connection)
             self._held.append((connection, pid))
             self.seen.add(pid)
 
