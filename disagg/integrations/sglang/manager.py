@@ -35,9 +35,10 @@ ASK_AGAIN_S, WATCH_EVERY_S = 0.2, 2.0
 """How old a bootstrap server's answer is before a new request asks again, and how often waiting requests ask."""
 MAX_MISSES = 3
 """An instance counts as gone after so many failed lookups."""
-COLLECT_EVERY_S, COLLECT_PAUSE = 200e-6, 10
-"""The minimum pause between two collections, in seconds and in durations of the last one. The scheduler polls every request
-in each step, and with many waiting senders polling must not dominate the step.
+COLLECT_EVERY_S, COLLECT_PAUSE, MAX_COLLECT_PAUSE_S = 200e-6, 10, 0.1
+"""The pause between two collections, in seconds at least, in durations of the last one, and in seconds at most. The scheduler
+polls every request in each step, and with many waiting senders polling must not dominate the step. A collection may take
+seconds if the machine is busy.
 """
 SWITCH_INTERVAL_S = 0.0005
 """SGLang's scheduler polls without a sleep, and gives the GIL away after this time only: 5 ms by Python's default.
@@ -178,7 +179,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._hear()
         self._watch()
         end = time.monotonic()
-        self._collect_at = end + max(COLLECT_EVERY_S, COLLECT_PAUSE * (end - now))
+        self._collect_at = end + min(max(COLLECT_EVERY_S, COLLECT_PAUSE * (end - now)), MAX_COLLECT_PAUSE_S)
 
     def collect_created(self) -> None:
         """Collect, at once if senders were created: decode may have reserved, and the scheduler is about to choose a batch."""
