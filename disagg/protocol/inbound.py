@@ -13,13 +13,14 @@ from disagg.protocol.types import PeerRank
 
 
 class Accepted(NamedTuple):
-    """`members` is `Members.num_changes` as of the welcome."""
+    """`members` is `Members.num_changes` as of the welcome. `leader`: the address that its hello has named."""
 
     connection: bytes
     peer: PeerRank
     epoch: int
     dial: int = 0
     members: int = 0
+    leader: str | None = None
 
 
 class InboundConnections:
@@ -39,7 +40,12 @@ class InboundConnections:
         self.forget(connection)
         if peer in self._newest:
             self.forget(self._newest[peer].connection)
-        self._accepted[connection] = self._newest[peer] = Accepted(connection, peer, hello.epoch, hello.dial, members)
+        accepted = Accepted(connection, peer, hello.epoch, hello.dial, members, hello.leader)
+        self._accepted[connection] = self._newest[peer] = accepted
+
+    def all_name(self, leader: str | None, instance: str) -> bool:
+        """Whether every rank of the instance that is connected has named this address as its leader's."""
+        return all(each.leader == leader for each in self._newest.values() if each.peer.instance == instance)
 
     def is_overtaken(self, connection: bytes, hello: Hello) -> bool:
         """Whether the same process was already accepted on a later connection."""

@@ -98,6 +98,7 @@ class PeerTable:
         forget_at = NEVER if lasting else now + self._limits.forget_s
         if known is not None and (known.address, known.public_key) == (address, public_key):
             known.forget_at = forget_at
+            known.admitted &= not lasting
             return
         if known is not None:
             ready = {link.epoch for link in known.links.values() if link.is_ready}
@@ -122,7 +123,8 @@ class PeerTable:
         """Add the instance of a hello, if the server admits it. Raises `RemoteProtocolError` if there are too many."""
         if self._admits is None or hello.leader is None:
             return False
-        if sum(instance.forget_at < NEVER for instance in self.instances.values()) >= MAX_ADMITTED:
+        others = (instance for name, instance in self.instances.items() if name != hello.instance)
+        if sum(instance.forget_at < NEVER for instance in others) >= MAX_ADMITTED:
             raise RemoteProtocolError(f"{self.identity} has admitted {MAX_ADMITTED} instances, and admits no more")
         check_dialable(hello.leader, f"the leader of {hello.instance!r}")
         if not self._admits(hello.instance, hello.leader, user):
@@ -338,6 +340,16 @@ class PeerTable:
             raise RemoteProtocolError(
                 f"another process has the name {peer} and is connected to {self.identity}: end it, or choose another name"
             )
+        if self._has_moved(instance, hello) and not self._add_unknown(hello, user, now):
+            raise NotConfigured(f"peer {hello.instance!r} is not configured at {self.identity}")
+
+    def _has_moved(self, instance: PeerInstance, hello: Hello) -> bool:
+        """Whether an instance that nobody configured has started again at another address: neither side of a connection to
+        the address known here is there.
+        """
+        if not instance.admitted or instance.forget_at == NEVER or hello.leader in (None, instance.address):
+            return False
+        return not instance.is_connected and self._inbound.all_name(hello.leader, instance.name)
 
     def _on_renew(self, connection: bytes, accepted: Accepted, now: float) -> None:
         if accepted.members != self.members.num_changes:
