@@ -111,8 +111,8 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
 
 
 class Writing(Message, frozen=True, tag="writing", kw_only=True):
-    """The engine with which this rank writes to the receiver at this epoch and generation. Sent once, before the first
-    write.
+    """The engine with which this rank writes to the receiver at this epoch and generation. Sent before the first write, and
+    after each answer to a hello: on a new connection, what was sent before the hello is lost.
     """
 
     engine: Name
@@ -173,7 +173,9 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
 
 
 class Decline(RequestMessage, frozen=True, tag="decline", kw_only=True):
-    """The receiver needs nothing from this rank, which may not know the receiver yet. Sent once, and not answered."""
+    """The receiver needs nothing from this rank, which may not know the receiver yet. Sent again until a
+    `drained` answers it.
+    """
 
     source_group: Small
     destination_group: Small

@@ -20,6 +20,7 @@ from disagg.protocol.messages import (
     TokenRange,
     Verify,
 )
+from disagg.protocol.notices import Notices
 from disagg.protocol.receive_session import (
     MAX_STEPS,
     Coverage,
@@ -50,11 +51,14 @@ from disagg.protocol.types import (
 
 
 class Receives:
-    def __init__(self, *, group: int, epoch: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
+    def __init__(
+        self, *, group: int, epoch: int, limits: Limits, effects: deque[Effect], timers: Timers, notices: Notices
+    ) -> None:
         self._group, self._epoch = group, epoch
         self._limits = limits
         self._effects = effects
         self._timers = timers
+        self._notices = notices
         self.sessions: dict[tuple[str, RequestKey], ReceiveSession] = {}
         self._ended = Tombstones(limits.max_tombstones)
         self.forget = self._ended.forget
@@ -120,7 +124,7 @@ class Receives:
         for peer, writer in session.writers.items():
             if writer.reserve is None:
                 writer.step(WriterStep.QUIET)
-                self._effects.append(SendMessage(peer, self._abort_of(session)))
+                self._notices.send(peer, self._abort_of(session))
             elif writer.step(WriterStep.FAILURE):
                 self._send_abort(session, peer, writer, now)
         self._report(session, ok=False)

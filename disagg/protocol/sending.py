@@ -172,16 +172,18 @@ class Sends:
             self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
 
     def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
-        """The peer may be one that this rank does not write to."""
+        """The peer may be one that this rank does not write to. It is answered, unless there is no room: it comes again."""
         key = key_of(message)
-        if message.source_group != self._group or self._claim(peer, key, now) is not None:
+        if message.source_group != self._group:
             return
+        ended = self._claim(peer, key, now)
         session, _ = self._find(peer, key)
-        if session is None:
-            self.parked.put(peer, key, message, now)
+        if ended is None and session is None and not self.parked.put(peer, key, message, now):
             return
-        session.decline(peer)
-        self._settle(session)
+        self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
+        if ended is None and session is not None:
+            session.decline(peer)
+            self._settle(session)
 
     def on_wanted(self, peer: PeerRank, message: Wanted, now: float) -> None:
         """A receiver waits before it reserves. This binds nothing."""

@@ -30,6 +30,7 @@ from disagg.protocol.messages import (
     SlotsFilled,
     Wanted,
 )
+from disagg.protocol.notices import Notice, Notices
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.receiving import Receives
 from disagg.protocol.send_session import SendSession, SendState
@@ -60,7 +61,10 @@ class Sessions:
         self._group = group
         self.effects: deque[Effect] = deque()
         self._timers = Timers()
-        self.receives = Receives(group=group, epoch=epoch, limits=limits, effects=self.effects, timers=self._timers)
+        self.notices = Notices(limits=limits, effects=self.effects, timers=self._timers)
+        self.receives = Receives(
+            group=group, epoch=epoch, limits=limits, effects=self.effects, timers=self._timers, notices=self.notices
+        )
         self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers, readers_of=readers_of)
         self.lender = Lender(effects=self.effects, limits=limits, slots=slots, draw=draw)
         self.borrower = Borrower(limits=limits, effects=self.effects)
@@ -88,7 +92,8 @@ class Sessions:
             case Abort():
                 self.sends.on_abort(peer, message, now)
             case Drained():
-                self.receives.on_drained(peer, message, now)
+                if not self.notices.take(peer, message):
+                    self.receives.on_drained(peer, message, now)
             case Outcome():
                 self.sends.on_outcome(peer, message, now)
             case Lend():
@@ -136,7 +141,8 @@ class Sessions:
 
     def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
-        self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
+        for rank in ranks:
+            self.notices.send(PeerRank(peer, rank), message)
 
     def want(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         message = Wanted(**ids(key), nonce=nonce, source_group=source_group)
@@ -146,12 +152,15 @@ class Sessions:
         self.receives.forget(instance)
         self.sends.forget(instance, now)
         self.lender.forget(instance)
+        self.notices.forget(instance)
 
     def tick(self, now: float) -> None:
         """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""
         while (session := self._timers.pop(now)) is not None:
             if isinstance(session, ReceiveSession):
                 self.receives.tick(session, now)
+            elif isinstance(session, Notice):
+                self.notices.tick(session, now)
             else:
                 assert isinstance(session, SendSession)
                 self.sends.tick(session, now)
@@ -161,6 +170,7 @@ class Sessions:
         self.borrower.tick(now)
 
     def flush(self, now: float) -> None:
+        self.notices.flush(now)
         self.lender.flush(now)
         self.borrower.flush()
 

@@ -130,6 +130,7 @@ class Dispatch:
                 self._peers.on_reply(arrived.dial, message, now)
                 if answering is not None and isinstance(message, Reject | Welcome):
                     self._on_peer_changed(answering.instance)
+                    self.announce(answering)
                 return False
             peer = self._peers.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:
@@ -311,6 +312,11 @@ class Dispatch:
                     release(lease)
                 case QuarantineLease(lease, reason):
                     quarantine(lease, reason)
+
+    def announce(self, peer: PeerRank) -> None:
+        """Tell a peer by which engine this rank writes to it, if there are several."""
+        if (writing := self._handshake.writing(peer)) is not None:
+            self.send(peer, writing)
 
     def send(self, peer: PeerRank, message: Message) -> None:
         """The protocol resends a message that cannot be sent now. One that cannot be encoded only fails its request."""

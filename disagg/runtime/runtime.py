@@ -324,8 +324,7 @@ class Runtime:
         return self.directory.readers(name)
 
     def _on_connected(self, peer: PeerRank) -> None:
-        if (writing := self.handshake.writing(peer)) is not None:
-            self.dispatch.send(peer, writing)
+        self.dispatch.announce(peer)
         self.transfers.connected(peer, time.monotonic())
         self._on_peer_changed(peer.instance)
 

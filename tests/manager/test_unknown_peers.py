@@ -15,16 +15,17 @@ import pytest
 
 from disagg import ConnectionLimits, KVManager, ModelId, Pages, new_request_id
 from disagg.core.errors import Cause, ConfigError, LocalProtocolError, PeerUnreachable, RequestTimeout
-from disagg.protocol.types import Event
+from disagg.protocol.types import Event, PeerRank
 from disagg.runtime import directory
 from disagg.runtime.health import unready
 from disagg.runtime.keys import KeyPair
 from disagg.testing import reference
+from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import KVModel, PageList
 from harness.ports import free_ports
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, FAST_LINKS, Cluster, Rank, Side, cluster, start_side
-from tests.support.inside import depth
+from tests.support.inside import depth, in_control_thread
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 SHORT = dataclasses.replace(FAST_LINKS, forget_s=0.5)
@@ -500,3 +501,28 @@ def test_an_exception_in_the_block_aborts_the_request(caplog: pytest.LogCaptureF
         sender.on_end(called.append)
         sender.on_end(lambda event: event.key.missing)  # type: ignore[attr-defined]
         until(lambda: called == [event])
+
+
+def test_what_a_peer_writes_with_is_said_again_on_a_new_connection() -> None:
+    """What libzmq has sent on one before the hello is lost."""
+    prefill = start_side(MODEL, Side(), "prefill-0", num_layers=2, settings={"admit": "any", "backend": "auto"})
+    decode = start_side(MODEL, Side(), "decode-0", num_layers=2, settings={"backend": "auto"})
+    try:
+        mistreat(decode[0].manager, MessageFaults(lose=1.0, kinds=frozenset(("writing",)), at_most=1))
+        offer(prefill[0], request := new_request_id())
+        assert want(decode[0], request, prefill[0].manager.address).wait(timeout_s=DEADLINE_S).ok
+        runtime, peer = prefill[0].manager._runtime, PeerRank("decode-0", 0)
+        connected: Any = runtime.handshake.rank(peer)
+        assert not connected.engine.writer
+
+        def end(now: float) -> None:
+            accepted = runtime.peers._inbound.of(peer)
+            assert accepted is not None
+            runtime.peers.on_closed(accepted.connection, now)
+
+        in_control_thread(prefill[0].manager, end)
+        until(lambda: bool(connected.engine.writer))
+        assert runtime.handshake.rank(peer) is connected
+    finally:
+        for rank in prefill + decode:
+            rank.manager.close()

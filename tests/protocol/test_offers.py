@@ -17,6 +17,8 @@ from tests.protocol.send_side import take_effects, take_kinds
 D0, D1, E0 = PeerRank("D", 0), PeerRank("D", 1), PeerRank("E", 0)
 ID = b"request-reserved"
 PAGES = Pages(np.array([1, 2, 3]))
+DRAINED = Drained(request_id=ID, attempt=0, nonce=7)
+"""It answers a decline, which is sent again otherwise."""
 
 
 def sessions_of(readers: dict[str, int] | None = None) -> Sessions:
@@ -210,9 +212,10 @@ def test_a_receiver_that_needs_nothing_ends_the_request_well(early: bool) -> Non
     put(sessions, session)
     if not early:
         sessions.on_message(D0, decline(), 0.0)
-    assert take_effects(sessions) == []
+    assert take_effects(sessions) == [(D0, DRAINED)] * (1 + early)  # also once it is taken
     sessions.on_message(D1, decline(), 0.0)
-    (event,) = take_effects(sessions)
+    answer, event = take_effects(sessions)
+    assert answer == (D1, DRAINED)
     assert isinstance(event, Event)
     assert (event.ok, event.peer, event.lease.released) == (True, "D", True)
 
@@ -223,6 +226,7 @@ def test_one_rank_may_need_nothing_while_another_reads() -> None:
     put(sessions, session)
     sessions.on_message(D1, decline(), 0.0)
     sessions.on_message(D1, decline(), 0.0)
+    assert take_effects(sessions) == [(D1, DRAINED), (D1, DRAINED)]
     sessions.on_message(D0, reserve(), 0.0)
     (start,) = take_effects(sessions)
     sessions.sends.settled(start.ticket, now=1.0)
@@ -239,19 +243,19 @@ def test_a_rank_that_writes_to_nobody_learns_that_it_is_done() -> None:
     put(sessions, session)
     assert take_effects(sessions) == []
     sessions.on_message(D0, decline(), 0.0)
-    assert (take_kinds(sessions), session.lease.released) == (["Event"], True)
+    assert (take_kinds(sessions), session.lease.released) == (["Drained", "Event"], True)
 
 
 def test_a_decline_of_another_group_or_of_an_ended_attempt_changes_nothing() -> None:
     sessions = sessions_of()
     session = offer(sessions)
     sessions.on_message(D0, decline(source=1), 0.0)
-    assert not session.is_bound
+    assert (take_effects(sessions), session.is_bound) == ([], False)
     sessions.on_message(D0, decline(), 0.0)
     sessions.sends.finish(session, b"", 0.0)
     take_effects(sessions)
     sessions.on_message(D0, decline(), 0.0)
-    assert (take_effects(sessions), len(sessions.sends.parked)) == ([], 0)
+    assert (take_effects(sessions), len(sessions.sends.parked)) == ([(D0, DRAINED)], 0)
 
 
 def test_a_sender_sees_that_its_request_is_still_wanted() -> None:
@@ -276,7 +280,7 @@ def test_a_reserve_after_a_decline_is_refused() -> None:
     offer(sessions)
     sessions.on_message(D0, decline(), 0.0)
     sessions.on_message(D0, reserve(), 0.0)
-    refused, drained = take_effects(sessions)
+    _, refused, drained = take_effects(sessions)
     assert isinstance(drained[1], Drained)
     assert "declined" in refused[1].reason
 
