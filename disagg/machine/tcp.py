@@ -27,7 +27,7 @@ TCP_RTO_MAX_MS = 44
 """Linux 6.15. Python's `socket` does not name it."""
 LONGEST_WAIT_S = 1
 """Between two retransmissions; the shortest that Linux accepts."""
-SLOW_S = 0.5
+SLOW_S, MAX_PAUSE_S = 0.5, 5.0
 SILENCE_S = 900
 """How long bytes may stay unacknowledged, or a stopped peer not take them, until a connection ends: about as long as by
 default. Rows whose write was under way stay quarantined then.
@@ -211,7 +211,9 @@ class EngineConnections:
             self.retransmit_soon()
 
     def retransmit_soon(self) -> None:
-        """Apply `retransmit_soon` to all. The table may be long: calls for slow transfers take at most 5% of the time."""
+        """Apply `retransmit_soon` to all. The table may be long: calls for slow transfers take at most 5% of the time.
+        One that took long may have stood still.
+        """
         if not can_retransmit_soon():
             self._not_before = math.inf
             return
@@ -222,4 +224,4 @@ class EngineConnections:
             for row in tcp_sockets():
                 if row.inode in own and port_of(row.remote) in self._ports:
                     retransmit_soon(own[row.inode])
-        self._not_before = max(self._not_before, began + 20 * (time.monotonic() - began))
+        self._not_before = max(self._not_before, began + min(20 * (time.monotonic() - began), MAX_PAUSE_S))

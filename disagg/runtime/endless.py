@@ -17,7 +17,8 @@ from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 
 logger = ThreadLog(__name__)
 
-CHECK_S = 0.25
+CHECK_S, MAX_CHECK_S = 0.25, 2.0
+"""The pause between two checks: 20 times as long as the last one took, within these bounds."""
 MAX_NBYTES = 2 * MAX_MESSAGE_NBYTES
 """The most that a connection may receive between two messages. Messages that leave together have at most half."""
 
@@ -47,7 +48,7 @@ class EndlessMessages:
             if received - since > MAX_NBYTES:
                 self.shut(descriptor, port, "its message does not end")
         self._heard.clear()
-        self._check_at = now + max(CHECK_S, 20 * (time.monotonic() - now))  # at most 5% of the time
+        self._check_at = now + max(CHECK_S, min(20 * (time.monotonic() - now), MAX_CHECK_S))
 
     def shut(self, descriptor: int, port: int, reason: str) -> None:
         with contextlib.suppress(OSError, IndexError), duplicate(descriptor) as connection:

@@ -7,6 +7,9 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
+from disagg.machine import tcp
 from disagg.machine.tcp import (
     LONGEST_WAIT_S,
     SILENCE_S,
@@ -40,6 +43,13 @@ def test_new_listeners_what_they_accept_and_slow_connections_retransmit_soon() -
                 assert longest_wait_ms(client) > LONGEST_WAIT_S * 1000
                 connections.note_progress(time.monotonic() - SLOW_S)
                 assert longest_waits_ms(since=before) == [LONGEST_WAIT_S * 1000] * 2
+
+
+def test_a_process_that_stood_still_while_it_looked_soon_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "tcp_sockets", lambda: time.sleep(0.5) or ())
+    connections = EngineConnections()
+    connections.retransmit_soon()
+    assert connections._not_before <= time.monotonic() + 5.0
 
 
 def test_other_descriptors_are_left_alone() -> None:

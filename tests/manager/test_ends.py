@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -172,3 +173,26 @@ def test_a_writer_that_reports_slots_of_an_unknown_attempt_gets_its_outcome() ->
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]
         assert receiver.wait(timeout_s=DEADLINE_S).ok
         assert all(sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
+
+
+def test_what_arrived_before_the_deadline_counts_although_the_control_thread_stood_still() -> None:
+    """A command waits when it goes on, and commands go before messages."""
+    with cluster(Side(), Side()) as instances:
+        (prefill,), (decode,) = instances.prefill, instances.decode
+        request, stands, goes_on = new_request_id(), threading.Event(), threading.Event()
+        sender = prefill.manager.sender(request, peer=None)
+        pages = {"kv": Pages(np.arange(3))}
+        receiver = decode.manager.receiver(request, peer="prefill-0", rows=pages, need={"kv": (0, 12)}, deadline_s=1.0)
+        until(lambda: sender.readers is not None)
+
+        def stand_still(_: float) -> None:
+            stands.set()
+            goes_on.wait(DEADLINE_S)
+
+        decode.manager._runtime.command(stand_still)
+        stands.wait(DEADLINE_S)
+        sender.finish(pages)
+        time.sleep(1.2)  # past the deadline
+        decode.manager._runtime.command(lambda _: None)
+        goes_on.set()
+        assert receiver.wait(timeout_s=DEADLINE_S).ok

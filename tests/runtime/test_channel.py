@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import IO
 from unittest.mock import ANY
@@ -319,6 +320,13 @@ def test_a_connection_whose_message_does_not_end_is_ended(
     client.send(DIAL, b"still here")
     client.flush()
     assert [len(each.data) for each in until(server, 2) if isinstance(each, Inbound)] == [1 << 21, 10]
+
+
+def test_a_process_that_stood_still_while_it_checked_connections_soon_checks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endless, "num_received", lambda _: time.sleep(0.5))
+    messages = endless.EndlessMessages()
+    messages.end([0], 0)
+    assert messages._check_at <= time.monotonic() + 2.0
 
 
 def test_a_connection_whose_message_has_too_many_frames_is_ended(channels: tuple[Channel, Channel]) -> None:

@@ -34,6 +34,10 @@ PAUSE = 10
 """After a wait the scheduler does not wait again for so many times as long."""
 ASK_RANKS_AGAIN_S, MAX_ASK_RANKS_AGAIN_S = 0.01, 0.5
 """The pause before a server is asked for the same rooms again. It doubles until the server gives a rank."""
+MAX_MISSES = 3
+"""An instance counts as gone, and rooms get no rank, after so many failed lookups."""
+TELL_AGAIN_S = (0.1, 0.5, 2.0, 5.0)
+"""The pauses before a server that failed is told a room's rank again."""
 MAX_NBYTES = 1 << 16
 MAX_GROUPS = 1024
 MAX_ASKED = 256
@@ -65,6 +69,7 @@ class Question:
     rooms: frozenset[int]
     pause_s: float = 0.0
     again_s: float = 0.0
+    misses: int = 0
 
 
 class BootstrapServers:
@@ -114,7 +119,7 @@ class BootstrapServers:
 
     def room_ranks(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
         """The data-parallel ranks of rooms, as far as the server has told them. Ask in each step, for all rooms that are
-        still wanted. If the server fails, each room gets `NO_RANK`.
+        still wanted. If the server fails `MAX_MISSES` times, each room gets `NO_RANK`.
         """
         answer = self._asked_ranks.get(server)
         if answer is None:
@@ -126,11 +131,14 @@ class BootstrapServers:
         if not answer.done():
             return {}
         del self._asked_ranks[server]
+        question = self._questions.setdefault(server, Question(frozenset(rooms)))
         try:
             found = answer.result()
+            question.misses = 0
         except PeerUnreachable as error:
             logger.warning("%s", error)
-            found = dict.fromkeys(map(str, rooms), NO_RANK)
+            question.misses += 1
+            found = dict.fromkeys(map(str, rooms), NO_RANK) if question.misses == MAX_MISSES else {}
         if found:
             self._questions.pop(server, None)
         return found
@@ -140,7 +148,8 @@ class BootstrapServers:
         if question is None or not question.rooms.issuperset(rooms):
             if len(self._questions) >= MAX_ASKED:
                 self._questions.clear()
-            question = self._questions[server] = Question(frozenset(rooms))
+            misses = 0 if question is None else question.misses
+            question = self._questions[server] = Question(frozenset(rooms), misses=misses)
         elif now < question.again_s:
             return False
         question.pause_s = min(2 * question.pause_s or ASK_RANKS_AGAIN_S, MAX_ASK_RANKS_AGAIN_S)
@@ -163,7 +172,7 @@ class BootstrapServers:
         began = time.monotonic()
         if began >= self._wait_at:
             wait([answer], WAIT_S)
-            self._wait_at = began + (PAUSE + 1) * (time.monotonic() - began)
+            self._wait_at = time.monotonic() + PAUSE * min(time.monotonic() - began, WAIT_S)
         return answer
 
 
@@ -226,10 +235,16 @@ async def _tell_rank(server: str, room: int, rank: int) -> None:
             if answer.status != 200:
                 raise ValueError(f"HTTP {answer.status}")
 
-    try:
-        await _limited(post, server, f"does not take the data-parallel rank of room {room}")
-    except PeerUnreachable as error:
-        logger.warning("%s", error)
+    problem = None
+    for pause_s in (0.0, *TELL_AGAIN_S):
+        await asyncio.sleep(pause_s)
+        try:
+            await _limited(post, server, f"does not take the data-parallel rank of room {room}")
+        except PeerUnreachable as error:
+            problem = error
+        else:
+            return
+    logger.warning("%s", problem)
 
 
 async def _read(asked: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> dict[str, Any]:

@@ -19,7 +19,16 @@ from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
-from disagg.integrations.sglang.bootstrap import NO_RANK, BootstrapServers, Prefill, Served, control_address, name_of, named
+from disagg.integrations.sglang.bootstrap import (
+    MAX_MISSES,
+    NO_RANK,
+    BootstrapServers,
+    Prefill,
+    Served,
+    control_address,
+    name_of,
+    named,
+)
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
@@ -33,8 +42,6 @@ logger = logging.getLogger(__name__)
 ENGINE = f"sglang {sglang.__version__}"
 ASK_AGAIN_S, WATCH_EVERY_S = 0.2, 2.0
 """How old a bootstrap server's answer is before a new request asks again, and how often waiting requests ask."""
-MAX_MISSES = 3
-"""An instance counts as gone after so many failed lookups."""
 COLLECT_EVERY_S, COLLECT_PAUSE, MAX_COLLECT_PAUSE_S = 200e-6, 10, 0.1
 """The pause between two collections, in seconds at least, in durations of the last one, and in seconds at most. The scheduler
 polls every request in each step, and with many waiting senders polling must not dominate the step. A collection may take

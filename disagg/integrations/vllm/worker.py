@@ -95,7 +95,7 @@ class WorkerHalf:
         self._nbytes = 0
         self._transport = ""
         self._health_due_s = 0.0
-        self._blocked_since_s = math.inf
+        self._blocked_since_s, self._looked_s = math.inf, 0.0
         self._scales: dict[str, tuple[float, float]] = {}
         """The scales that peers know."""
         self._refusal = ""
@@ -331,10 +331,12 @@ class WorkerHalf:
         held = [(since_s, handle) for since_s, handle in sends if since_s is not None and handle.readers is None]
         is_wanted = any(since_s is None and handle.readers for since_s, handle in sends)
         now = time.monotonic()
+        looked_s, self._looked_s = self._looked_s, now
         if not (idle and held and is_wanted):
             self._blocked_since_s = math.inf
             return
-        self._blocked_since_s = min(self._blocked_since_s, now)
+        stood_still = now - looked_s > BLOCKED_S / 5
+        self._blocked_since_s = now if stood_still else min(self._blocked_since_s, now)
         if now > self._blocked_since_s + BLOCKED_S:
             self._blocked_since_s = now
             _, oldest = min(held, key=lambda each: each[0])

@@ -44,6 +44,7 @@ def server(
     may_answer: threading.Event | None = None,
     asked: Asked | None = None,
     answers_once: bool = False,
+    port: int = 0,
 ) -> Iterator[str]:
     """Answers with what `rows` has for a data-parallel rank, once it may. `answers_once`: it keeps a connection after its first
     answer, and closes it at the next question.
@@ -79,7 +80,7 @@ def server(
 
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         try:
             yield f"127.0.0.1:{http.server_port}"
@@ -290,6 +291,25 @@ def test_a_server_is_not_asked_for_the_same_rooms_in_every_step(monkeypatch: pyt
         assert len({connection for connection, _ in asked}) == 1
 
 
+def test_rooms_do_not_fail_because_a_server_stood_still_for_a_question() -> None:
+    rows: dict[str, object] = {"rooms": b"no JSON"}
+    with server(rows) as where, closing(BootstrapServers()) as servers:
+        question = servers._questions.get
+        while (asked := question(where)) is None or asked.misses < 2:
+            assert rank_of(servers, where, 7) == {}
+        rows["rooms"] = {"7": 3}
+        assert ranks(servers, where, [7, 8]) == {"7": 3}
+        rows["rooms"] = b"no JSON"
+        assert rank_of(servers, where, 8) == {}
+
+
+def test_a_scheduler_that_stood_still_while_it_waited_soon_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "wait", lambda *_: time.sleep(0.5))
+    with server({"rooms": {"7": 3}}) as where, closing(BootstrapServers()) as servers:
+        servers.room_ranks(where, [7])
+        assert servers._wait_at <= time.monotonic() + 0.5
+
+
 def test_a_kept_connection_that_the_server_has_closed() -> None:
     asked = Asked()
     with server({"rooms": {"7": 3, "8": 1}}, asked=asked, answers_once=True) as where, closing(BootstrapServers()) as servers:
@@ -319,8 +339,24 @@ def test_a_server_that_is_told_a_rank_holds_up_no_step(monkeypatch: pytest.Monke
         assert len(servers._told) == len(slow)
 
 
+def test_a_server_that_starts_again_is_told_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "TELL_AGAIN_S", (0.01,) * 1000)
+    rows: dict[str, object] = {"rooms": {}}
+    servers = BootstrapServers()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    tell(servers, f"127.0.0.1:{port}")
+    time.sleep(0.2)
+    assert servers._told
+    with server(rows, port=port):
+        while servers._told:
+            time.sleep(0.01)
+    assert rows["told"] == {"bootstrap_room": 7, "dp_rank": 3}
+
+
 def test_only_so_many_ranks_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bootstrap, "TELL_AGAIN_S", ())
     monkeypatch.setattr(bootstrap, "MAX_TOLD", 2)
     rows: dict[str, object] = {"rooms": {}}
     servers = BootstrapServers()

@@ -34,6 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from disagg import new_request_id
 from disagg.core.rows import Slot
 from disagg.integrations.handoff import Payload
+from disagg.integrations.vllm import worker
 from disagg.integrations.vllm.groups import Kind, read_groups
 from disagg.integrations.vllm.kept import Keeper
 from disagg.integrations.vllm.layout import Cache
@@ -41,7 +42,7 @@ from disagg.integrations.vllm.metadata import Chunk, Finish, Load, RankAddress, 
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.integrations.vllm.scheduler import SchedulerHalf
-from disagg.integrations.vllm.worker import _frees_early
+from disagg.integrations.vllm.worker import WorkerHalf, _frees_early
 
 BLOCK = 32
 NUMBERS = itertools.count()
@@ -700,3 +701,22 @@ def test_servers_that_give_blocks_away_before_a_step_has_written_them(is_async: 
     assert _frees_early(config) is (is_async or num_stages > 1)
     config.kv_transfer_config.kv_role = "kv_consumer"
     assert not _frees_early(config)
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_worker_that_stood_still_does_not_take_that_for_being_blocked(
+    stands_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decode has sent meanwhile was not read yet."""
+    now, ended = 100.0, list[str]()
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now))
+    half: Any = object.__new__(WorkerHalf)
+    half._blocked_since_s, half._looked_s = float("inf"), now
+    held = SimpleNamespace(finished_s=now, lease=None, handle=SimpleNamespace(readers=None, abort=ended.append))
+    wanted = SimpleNamespace(finished_s=None, lease=None, handle=SimpleNamespace(readers=("d",)))
+    half._sends = {"held": held, "wanted": wanted}
+    half._end_blocking_send(idle=True)
+    for _ in range(1 if stands_still else 60):
+        now += 6.0 if stands_still else 0.1
+        half._end_blocking_send(idle=True)
+    assert len(ended) == (0 if stands_still else 1)
