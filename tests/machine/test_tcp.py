@@ -46,7 +46,11 @@ def test_new_listeners_what_they_accept_and_slow_connections_retransmit_soon() -
 
 
 def test_a_process_that_stood_still_while_it_looked_soon_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "tcp_sockets", lambda: time.sleep(0.5) or ())
+    def stand_still() -> tuple[()]:
+        time.sleep(0.5)
+        return ()
+
+    monkeypatch.setattr(tcp, "tcp_sockets", stand_still)
     connections = EngineConnections()
     connections.retransmit_soon()
     assert connections._not_before <= time.monotonic() + 5.0

@@ -12,7 +12,7 @@ from disagg.protocol.types import Limits, PeerRank, RequestKey, SendMessage
 from harness.simulator.faults import FixedFaults
 from harness.simulator.scenario import Scenario, Script
 from harness.simulator.simulation import Simulation
-from tests.protocol.test_offers import D0, decline
+from tests.protocol.test_offers import D0, ID, decline
 
 P1, KEY = PeerRank("P", 1), RequestKey(b"request-reserved", 0)
 
@@ -56,7 +56,8 @@ def test_a_decline_for_which_there_is_no_room_is_not_answered() -> None:
     sessions = Sessions(limits=Limits(max_parked_reserves=1))
     for attempt in (0, 1):
         sessions.on_message(D0, decline(attempt), 0.0)
-    assert [e.message.attempt for e in sessions.effects if isinstance(e, SendMessage)] == [0]
+    answers = [effect.message for effect in sessions.effects if isinstance(effect, SendMessage)]
+    assert answers == [Drained(request_id=ID, attempt=0, nonce=7)]
 
 
 @pytest.mark.parametrize(
