@@ -24,7 +24,7 @@ import secrets
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Container, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +49,11 @@ VLLM, SGLANG = "vLLM", "SGLang"
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
 FOR_SERVERS_ONLY = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 """Fields that the proxy sets. A client that could choose them would choose whose state decode takes."""
-PASSED_ON = ("Authorization", "X-Request-Id", "X-Vllm-Priority", "X-Session-ID")
-PASSED_ON_TO_DECODE = (*PASSED_ON, "Content-Type")
+PASSED_ON = (
+    *("Authorization", "X-Request-Id", "X-Vllm-Priority", "X-Session-ID", "X-SMG-Routing-Key", "Origin"),
+    *("traceparent", "tracestate", "endpoint-load-metrics-format"),
+)
+PASSED_ON_TO_DECODE = (*PASSED_ON, "Content-Type", "Access-Control-Request-Method", "Access-Control-Request-Headers")
 NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "keep-alive", "server", "transfer-encoding"}
 """Headers of one connection, or of the body as it came."""
 MAX_BODY_NBYTES = 64 << 20
@@ -70,6 +73,17 @@ DRAIN_INTERVAL_S = 0.05
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ITEMS = ("image", "audio", "video")
 DONE = b"data: [DONE]\n\n"
+OPENING = frozenset({"response.created", "response.in_progress", "response.queued"})
+"""Events that a server sends before it has the prompt's state."""
+OF_ONE_ENGINE = frozenset(
+    {
+        *("allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"),
+        *("use_beam_search", "watermarking", "regex", "ebnf", "json_schema", "custom_logit_processor", "watermark"),
+    }
+)
+"""Fields by which vLLM samples and SGLang does not, or the other way round."""
+DUPLICATE = b"Duplicate request ID"
+"""In the error of an SGLang server that has not yet noticed that an earlier attempt with the client's `rid` was cancelled."""
 LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
 INCOMPLETE = "\ufffd"
@@ -432,14 +446,26 @@ def cleaned(value: Any) -> Any:
 
 @dataclass
 class HandOver:
-    """What both servers are asked in one attempt. It has `begun` once the client gets decode's answer. SGLang's decode does not
-    know the log-probabilities of the first token, which prefill's answer has (`first`).
-    """
+    """What both servers are asked in one attempt. It has `begun` once the client gets decode's answer."""
 
     prefill: dict[str, Any]
     decode: dict[str, Any]
-    first: Awaitable[Body] | None = None
+    fill: Fill | None = None
     begun: bool = False
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What only prefill's answer has. `fill_in` gives it to an event of decode's that has the `field`, or to its whole answer,
+    and returns whether later events get nothing more.
+    """
+
+    field: bytes
+    fill_in: Callable[[Any, asyncio.Task[Any]], Awaitable[bool]]
+    prefilling: asyncio.Task[Any]
+
+    async def into(self, event: Any) -> bool:
+        return await self.fill_in(event, self.prefilling)
 
 
 def hand_over(attempt: Attempt) -> HandOver:
@@ -453,6 +479,8 @@ def hand_over(attempt: Attempt) -> HandOver:
             {**body, **where, **route.fields}, {**body, **where} if decode.is_sglang else for_vllm(body, to_vllm, attempt.own)
         )
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
+    if decode.is_sglang and body.get("min_tokens"):  # prefill samples the first token
+        asked["min_tokens"] = 1
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -512,6 +540,14 @@ def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> st
         return f"images, audio and videos: {prefill.engine} and {decode.engine} write different tokens for them"
     if path == RESPONSES and body.get("background"):
         return "background: decode answers before it has the state of the prompt"
+    if (
+        decode.is_sglang
+        and not prefill.is_sglang
+        and (known := [name for name in sorted(OF_ONE_ENGINE & body.keys()) if body[name]])
+    ):
+        return f"{known[0]}: vLLM samples the first token and SGLang the others, and only one of them has this field"
+    if decode.is_sglang and body.get("echo") and body.get("logprobs") is not None:
+        return "echo: SGLang's decode does not know the log-probabilities of the prompt; ask without logprobs"
     several = [count for count in num_answers(body) if count not in (None, 1)]
     if decode.is_sglang and several:  # they would share a room
         return f"n: expected 1, found {several[0]!r:.40}: SGLang hands over one answer to a prompt; send a request for each"
@@ -535,6 +571,10 @@ def listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else []
 
 
+def listed_or_one(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
 def num_answers(body: Body) -> Iterator[Any]:
     """How many answers a request wants, wherever it says so."""
     given = body.get("sampling_params")
@@ -543,17 +583,58 @@ def num_answers(body: Body) -> Iterator[Any]:
             yield params.get("n")
 
 
-async def fill_in(event: dict[str, Any], first: Awaitable[Body]) -> bool:
-    """Give SGLang's first token the log-probabilities in the answer of vLLM's prefill. Returns whether that is done."""
+async def fill_in_first(event: dict[str, Any], prefilling: asyncio.Task[Any]) -> bool:
+    """Give SGLang's first token the log-probabilities in the answer of vLLM's prefill."""
     choices = [choice for choice in event.get("choices", ()) if choice.get("logprobs")]
     if not choices:
         return False
-    for choice, other in zip(choices, (await first)["choices"], strict=False):
+    for choice, other in zip(choices, (await prefilling)["choices"], strict=False):
         found, known = choice["logprobs"], other.get("logprobs") or {}
         for key in ("content", "token_logprobs", "top_logprobs"):
             if found.get(key) and known.get(key):
-                found[key][0] = known[key][0]
+                found[key][0] = known[key][-1]
     return True
+
+
+async def fill_in_prompt(event: Any, prefilling: asyncio.Task[Any]) -> bool:
+    """Give an answer of SGLang's decode the prompt's log-probabilities."""
+    known = listed_or_one(await prefilling)
+    for at, each in enumerate(listed_or_one(event)):
+        index = each.get("index") or at
+        meta, other = each.get("meta_info") or {}, (known[index].get("meta_info") or {}) if index < len(known) else {}
+        for key in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
+            if other.get(key) and not meta.get(key):
+                meta[key] = other[key]
+    return False
+
+
+async def fill_in_cached(event: Any, prefilling: asyncio.Task[Any]) -> bool:
+    """Count as cached what prefill had cached, where vLLM's decode counts all that it did not compute."""
+    if prefilling.done() and not prefilling.cancelled() and prefilling.exception() is None:
+        for known in counts_of(prefilling.result()):
+            for found in counts_of(event):
+                found["cached_tokens"] = min(found["cached_tokens"], known["cached_tokens"])
+    return False
+
+
+def counts_of(answer: Any) -> Iterator[dict[str, Any]]:
+    """Where an answer or an event of vLLM's says how many tokens of the prompt were cached."""
+    for part in (answer, answer.get("response") or {}):
+        usage = part.get("usage") or {}
+        for name in ("prompt_tokens_details", "input_tokens_details"):
+            if (usage.get(name) or {}).get("cached_tokens") is not None:
+                yield usage[name]
+
+
+def fill_of(attempt: Attempt, prefilling: asyncio.Task[Any]) -> Fill | None:
+    pair = (attempt.prefill.engine, attempt.decode.engine)
+    if pair == (VLLM, SGLANG):
+        return Fill(b'"logprobs"', fill_in_first, prefilling)
+    if pair == (VLLM, VLLM):
+        return Fill(b'"cached_tokens"', fill_in_cached, prefilling)
+    if pair == (SGLANG, SGLANG) and attempt.body.get("return_logprob"):
+        return Fill(b'"meta_info"', fill_in_prompt, prefilling)
+    return None
 
 
 def is_server_error(event: Body) -> bool:
@@ -563,28 +644,30 @@ def is_server_error(event: Body) -> bool:
     return bool(error) and not (isinstance(code, int) and 400 <= code < 500)
 
 
-async def read_events(answer: ClientResponse, first: Awaitable[Body] | None) -> AsyncGenerator[bytes]:
-    """The lines of a stream of events; the first part ends with the first event. `first` is as in `fill_in`.
+async def read_events(answer: ClientResponse, fill: Fill | None) -> AsyncGenerator[bytes]:
+    """The lines of a stream of events; the first part ends with the first event that is not `OPENING`.
 
-    Raises `Failed` if the first event is an error of the server, or there is none.
+    Raises `Failed` if that one is an error of the server, or there is none.
     """
-    part, begun, filled = b"", False, first is None
+    part, begun = b"", False
     async for line in read_lines(answer.content):
-        data = line
-        if line.startswith(b"data: {") and not (begun and filled):
+        data, is_opening = line, False
+        fills = fill is not None and fill.field in line
+        if line.startswith(b"data: {") and (fills or not begun):
             event = json.loads(line[6:])
+            is_opening = event.get("type") in OPENING
             if not begun and is_server_error(event):
                 raise Failed(f"{answer.url}: {event['error']}")
-            if not filled and first is not None:
+            if fills and fill is not None:
                 try:
-                    filled = await fill_in(event, first)
+                    fill = None if await fill.into(event) else fill
                 except (ClientError, Failed, Refused):
                     if not begun:
                         raise
-                    filled = True  # the client has a part of decode's answer, which goes on without prefill
+                    fill = None  # the client has a part of decode's answer, which goes on without prefill
                 data = b"data: " + json.dumps(event).encode() + b"\n"
         part += data
-        begun = begun or line.startswith(b"data:")
+        begun = begun or (line.startswith(b"data:") and not is_opening)
         if begun:
             yield part
             part = b""
@@ -1102,10 +1185,10 @@ class Proxy:
         while True:
             try:
                 return await self._attempt(request, of_client(body), names, kept)
-            except (ClientError, Failed) as error:
-                logger.warning("%s: %s", type(error).__name__, error)
-                if time.monotonic() > until:
+            except (ClientError, Failed, Refused) as error:
+                if time.monotonic() > until or (isinstance(error, Refused) and DUPLICATE not in error.body):
                     raise
+                logger.warning("%s: %s", type(error).__name__, error)
             kept = None
             await asyncio.sleep(RETRY_AFTER_S)
 
@@ -1245,8 +1328,7 @@ class Proxy:
         """Ask both servers at once. Raises `NotPrefilled` if another prefill server should be asked, or decode alone."""
         asked, headers = hand_over(attempt), {**attempt.headers, **attempt.place.headers}
         prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, asked.prefill, headers))
-        if attempt.decode.is_sglang and not attempt.prefill.is_sglang:
-            asked.first = prefilling
+        asked.fill = fill_of(attempt, prefilling)
         answering = self._answering(request, attempt, asked, given)
         is_taken = False
         try:
@@ -1309,16 +1391,16 @@ class Proxy:
         async with self._client.open("POST", decode.url + request.path, headers=headers, json=asked.decode) as answer:
             await check(answer)
             if answer.content_type == "text/event-stream":
-                parts = read_events(answer, asked.first)
+                parts = read_events(answer, asked.fill)
                 async with aclosing(given.parts(parts)) as events:
                     first = await anext(events)
                     asked.begun = True
                     return await send(request, answer, first, events)
             data = await answer.read()
             given.is_whole = True
-            if asked.first is not None:
+            if asked.fill is not None and asked.fill.field in data:
                 whole = json.loads(data)
-                await fill_in(whole, asked.first)
+                await asked.fill.into(whole)
                 data = json.dumps(whole).encode()
             return web.Response(status=answer.status, body=data, headers=passed_back(answer))
 

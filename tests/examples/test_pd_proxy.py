@@ -1372,3 +1372,169 @@ def test_a_wrong_address_or_port_is_named_at_the_start(
     (*_, sentence) = capsys.readouterr().err.splitlines()
     assert sentence.startswith(f"pd_proxy: error: argument {option}: expected ")
     assert sentence.endswith(f"found {value!r}")
+
+
+RESPONSE = b'event: response.created\ndata: {"type": "response.created", "response": {"usage": null}}\n\n'
+
+
+def test_a_response_has_not_begun_while_decode_has_only_created_it() -> None:
+    """Decode says so before it has anything of the prompt."""
+    has_failed = asyncio.Event()
+
+    async def fails(_: web.Request, asked: Asked) -> web.StreamResponse:
+        if "abort_request_id" in asked.body.get("kv_transfer_params", {}):
+            return web.json_response({})
+        await asyncio.sleep(0.1)
+        has_failed.set()
+        return web.json_response({}, status=500)
+
+    async def creates(request: web.Request, asked: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(RESPONSE)
+        if "kv_transfer_params" in asked.body:
+            await asyncio.Event().wait()
+        await response.write(b'data: {"type": "response.output_text.delta", "delta": "alone"}\n\n')
+        return response
+
+    async def scenario(pair: Pair) -> None:
+        asked = {"model": "model", "input": "a", "stream": True}
+        status, text, _ = await pair.post(asked, path="/v1/responses")
+        assert (status, text.count("response.created"), "alone" in text) == (200, 2, True)
+        assert text.startswith(RESPONSE.decode())
+        assert ["kv_transfer_params" in body for body in pair.decode.bodies("/v1/responses")] == [True, False]
+        await until(lambda: len(given_up(pair)) == 1)
+
+    run(scenario, StandIn(fails), StandIn(creates))
+
+
+def cached(count: int, *, name: str = "prompt_tokens_details") -> dict[str, Any]:
+    return {"usage": {"prompt_tokens": 9, name: {"cached_tokens": count}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("of_prefill", "of_decode", "expected"), [(3, 8, 3), (0, 8, 0), (7, 2, 2), (None, 8, 8)])
+def test_cached_tokens_are_those_of_prefill(of_prefill: int | None, of_decode: int, expected: int, stream: bool) -> None:
+    """To vLLM's decode all that prefill has computed is cached. If it has computed the prompt itself, its count is right."""
+
+    async def counts(request: web.Request, asked: Asked) -> web.StreamResponse:
+        known = {} if of_prefill is None else cached(of_prefill)
+        found = json.loads((await prefills(request, asked)).body)  # type: ignore[attr-defined]
+        return web.json_response({**found, **known})
+
+    async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(0.1)
+        event = {"choices": [], **cached(of_decode)}
+        data = b'data: {"choices": []}\n\ndata: ' + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n"
+        return await (sse(data) if stream else says(200, event))(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        _, text, _ = await pair.post({**COMPLETION, "stream": stream})
+        found = json.loads(text.split("data: ")[2] if stream else text)
+        assert found["usage"] == cached(expected)["usage"]
+
+    run(scenario, StandIn(counts), StandIn(later))
+
+
+def test_cached_tokens_of_a_response_are_those_of_prefill() -> None:
+    async def counts(request: web.Request, asked: Asked) -> web.StreamResponse:
+        found = json.loads((await prefills(request, asked)).body)  # type: ignore[attr-defined]
+        return web.json_response({**found, **cached(0, name="input_tokens_details")})
+
+    async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(0.1)
+        ended = {"type": "response.completed", "response": cached(8, name="input_tokens_details")}
+        return await sse(RESPONSE, b"data: " + json.dumps(ended).encode() + b"\n\n")(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        _, text, _ = await pair.post({"input": "a", "stream": True}, path="/v1/responses")
+        assert '"input_tokens_details": {"cached_tokens": 0}' in text
+
+    run(scenario, StandIn(counts), StandIn(later))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_sglang_decode_does_not_know_the_prompts_log_probabilities(several: bool, stream: bool) -> None:
+    known, none = [[-1.5, 3, None]], list[Any]()
+    names = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+
+    def answer(found: Any, text: str) -> Any:
+        one = {"text": text, "meta_info": dict.fromkeys(names, found)}
+        return [one, {**one, "index": 1}] if several and not stream else one
+
+    indices = [{"index": 0}, {"index": 1}] if several else [{}]
+    events = [json.dumps({**answer(none, "a"), **index}).encode() for index in indices] if stream else []
+    later = sse(*(b"data: " + event + b"\n\n" for event in events)) if stream else says(200, answer(none, "a"))
+
+    async def scenario(pair: Pair) -> None:
+        asked = {"text": ["a", "b"] if several else "a", "return_logprob": True, "logprob_start_len": 0, "stream": stream}
+        _, text, _ = await pair.post(asked, path="/generate")
+        assert text.count(f'"input_token_logprobs": {json.dumps(known)}') == (2 if several else 1)
+
+    prefill = [answer(known, "first"), answer(known, "first")] if several and stream else answer(known, "first")
+    run(scenario, sglang(says(200, prefill)), sglang(later))
+
+
+FIRST = {"choices": [{"logprobs": {"tokens": ["p", "a"], "token_logprobs": [None, -0.5]}}], "kv_transfer_params": WHERE}
+
+
+def test_the_first_token_of_sglangs_decode_has_the_log_probability_of_vllms_last() -> None:
+    found = {"choices": [{"text": "ab", "logprobs": {"tokens": ["a", "b"], "token_logprobs": [None, -0.2]}}]}
+
+    async def scenario(pair: Pair) -> None:
+        _, text, _ = await pair.post({**COMPLETION, "logprobs": 1, "min_tokens": 3})
+        assert json.loads(text)["choices"][0]["logprobs"]["token_logprobs"] == [-0.5, -0.2]
+        assert [body.get("min_tokens") for body in pair.prefill.bodies()] == [1]
+        assert [body.get("min_tokens") for body in pair.decode.bodies()] == [3]
+
+    run(scenario, StandIn(says(200, FIRST)), sglang(says(200, found)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"regex": "[0-9]{3}"}, "regex: vLLM samples the first token and SGLang the others"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "structured_outputs: vLLM samples the first token"),
+        ({"echo": True, "logprobs": 1}, "echo: SGLang's decode does not know"),
+    ],
+)
+def test_what_vllm_and_sglang_cannot_do_together_is_refused(fields: Mapping[str, Any], why: str) -> None:
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({**COMPLETION, **fields})
+        assert (status, why in text) == (400, True)
+        assert pair.decode.asked == []
+
+    run(scenario, StandIn(prefills), sglang(decodes))
+
+
+def test_an_id_of_a_client_that_an_attempt_before_has_used_is_free_soon() -> None:
+    statuses = iter((400, 200))
+
+    async def responds(_: web.Request, __: Asked) -> web.StreamResponse:
+        status = next(statuses)
+        error = {"error": {"message": "Duplicate request ID detected: mine"}}
+        return web.json_response(error if status == 400 else {"text": "decoded"}, status=status)
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({"text": "a", "rid": "mine"}, path="/generate"))[0] == 200
+
+    run(scenario, sglang(hangs), sglang(responds), retry_s=30.0)
+
+
+def test_servers_get_what_browsers_and_traces_need() -> None:
+    allows = {"Access-Control-Allow-Origin": "*"}
+    names = ("Origin", "traceparent", "tracestate", "endpoint-load-metrics-format")
+
+    async def scenario(pair: Pair) -> None:
+        given = {name.replace("-", "_"): "a" for name in names}
+        _, _, headers = await pair.post(COMPLETION, **given)
+        assert headers["Access-Control-Allow-Origin"] == "*"
+        asked = {"Origin": "http://a", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "b"}
+        async with pair.client.options("/v1/completions", headers=asked) as answer:
+            assert answer.status == 200
+        (first, preflight) = pair.decode.asked
+        assert [first.headers.get(name) for name in names] == ["a"] * len(names)
+        assert (preflight.method, {name: preflight.headers.get(name) for name in asked}) == ("OPTIONS", asked)
+
+    run(scenario, StandIn(prefills), StandIn(says(200, {"choices": []}, allows)))
