@@ -101,7 +101,7 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
     for number, draft in enumerate(facts.drafts):
         if draft.window is not None and not (draft.has_full_ids and facts.reuses_pages):
             windows[draft_name(number, "window")] = draft.window
-    tails, scales = _tails(facts), _scales(facts)
+    tails, scales = _tails(facts), scale_blocks(facts)
     for name, each in rows.items():
         if isinstance(each, Slot):
             continue
@@ -133,7 +133,7 @@ def _without(pages: Pages, num_tokens: int, *, page_size: int) -> Pages:
     return Pages(pages.ids[num:], first_token=pages.first_token + num * page_size)
 
 
-def _scales(facts: Facts) -> dict[str, int]:
+def scale_blocks(facts: Facts) -> dict[str, int]:
     """The tokens of a block, by component of block scales."""
     found = {"kv_scales": facts.kv, "window_scales": facts.window_kv}
     for number, draft in enumerate(facts.drafts):

@@ -15,7 +15,7 @@ from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.manager import ENGINE, Owner
 from disagg.integrations.sglang.prompts import Prompt
 from disagg.integrations.sglang.rooms import taken
-from disagg.integrations.sglang.rows import full_pages, request_id, state_rows
+from disagg.integrations.sglang.rows import full_pages, request_id, scale_blocks, state_rows
 from disagg.protocol.types import Event
 from disagg.requests import Sender
 
@@ -70,7 +70,8 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         if handle.readers and all(need is None for need in found.values()):
             return
         del mgr.waiting[room]
-        num_tokens = max((need[1] for need in found.values() if need), default=0)
+        in_blocks = scale_blocks(mgr.facts)  # decode needs whole ones
+        num_tokens = max((need[1] for name, need in found.items() if need and name not in in_blocks), default=0)
         if num_tokens > self.prompt.num_tokens:
             # If decode has cached more than this prompt, SGLang would never send the last chunk.
             reason = f"prompt: expected {num_tokens} tokens, as on decode, found {self.prompt.num_tokens} on prefill"

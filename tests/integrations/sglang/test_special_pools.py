@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     MambaPool,
@@ -28,6 +29,9 @@ from sglang.srt.runtime_context import get_parallel
 
 from disagg import ConfigError, LayoutError, Topology
 from disagg.integrations.sglang.pools import Pools, read_facts
+from disagg.integrations.sglang.prompts import Prompt
+from disagg.integrations.sglang.rows import full_pages, needs, state_rows
+from disagg.integrations.sglang.sender import DisaggKVSender
 from tests.integrations.sglang.memory import Memory, Model, Request
 from tests.integrations.sglang.test_layout import copy, request
 from tests.integrations.sglang.test_pools import HEADS, PAGES, RealMemory, config, drafts
@@ -291,6 +295,32 @@ def test_other_pages_of_interleaved_scales_are_refused() -> None:
         LayoutError, match=r"component 'draft_scales', tensor 'k_scale', axis .*: (global size|granule): .* at the peer"
     ):
         copy(ranks[:1], ranks[1:], at[:1], at[1:])
+
+
+@pytest.mark.parametrize("num_tokens", [117, 128, 300])
+def test_decode_needs_whole_blocks_of_interleaved_scales_for_any_prompt(num_tokens: int) -> None:
+    """Prefill takes none of it for a longer prompt."""
+    rank = Rank(Topology(), BUILDS["mxfp8, interleaved scales"](1))
+    facts, own = rank.facts(), request(rank, num_tokens, seed=1)
+    kinds, page_size = rank.kv_args().state_types, rank.page_size
+    rows = full_pages(rank.kv_list(own, 0, num_tokens), 0, facts=facts)
+    rows |= state_rows(kinds, rank.state_lists(own), num_tokens=num_tokens, page_size=page_size, facts=facts)
+    need = needs(rows, num_tokens=num_tokens, prefix=0, facts=facts)
+    assert need["kv_scales"][1] == -(-num_tokens // 128) * 128
+    statuses: list[Any] = []
+    sender: Any = object.__new__(DisaggKVSender)
+    sender.bootstrap_room, sender.prompt = 5, Prompt(token_ids=range(num_tokens))
+    sender.handle = SimpleNamespace(readers=("decode",), is_declined=False, needed=need.get)
+    sender.kv_mgr = SimpleNamespace(
+        components=tuple(need),
+        waiting={5: sender},
+        facts=facts,
+        kv_args=SimpleNamespace(page_size=rank.page_size),
+        req_to_decode_prefix_len={},
+        update_status=lambda _, status: statuses.append(status),
+    )
+    sender.look()
+    assert statuses == [KVPoll.WaitingForInput]
 
 
 def test_index_keys_beside_windows_are_refused() -> None:
