@@ -71,7 +71,7 @@ class Moves:
         del self._running[move_id]
         max_tokens = self._stopped.pop(move_id, 0)
         is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and request.num_output_tokens < max_tokens
-        return (move_id if is_cut else ""), told
+        return (move_id if is_cut and request.num_tokens < self._config.model_config.max_model_len else ""), told
 
     def _stop(self, move_id: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
         """End a request after the current step, unless it cannot continue elsewhere unchanged."""
@@ -82,10 +82,12 @@ class Moves:
         (request,) = requests
         if reason := reason or problem_of_id(move_id, "move_id") or next(self._reasons(request, is_chat=is_chat), ""):
             return {"not_stopped": reason}
-        params = request.sampling_params
+        params, num_coming = request.sampling_params, max(1, request.num_output_placeholders)
+        if request.num_tokens + num_coming >= self._config.model_config.max_model_len:
+            return {"not_stopped": "it ends with this step, at the server's longest answer"}
         max_tokens = self._stopped.setdefault(move_id, request.max_tokens)
         # Steps under way still bring tokens. vLLM schedules none beyond `max_tokens`.
-        request.max_tokens = min(max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders))
+        request.max_tokens = min(max_tokens, request.num_output_tokens + num_coming)
         counted = {"max_tokens": max_tokens, "min_tokens": params.min_tokens}
         left_out = {"left_out_token_ids": self._special_tokens if params.skip_special_tokens else []}
         return {"stopped": {name: getattr(params, name) for name in HANDED_OVER + WITHOUT_EFFECT} | counted | left_out}

@@ -90,8 +90,8 @@ def logged(cost: str) -> Iterator[None]:
 
 @dataclass
 class Prefill:
-    """A request for another server to decode. Of its first `num_tokens` tokens the workers have `num_sent`. With
-    `first_token` decode starts from the token drawn after them. `is_ended`: the workers have everything.
+    """A request for another server to decode. Of its first `num_tokens` tokens `num_done` are computed, and the workers have
+    `num_sent`. With `first_token` decode starts from the token drawn after them. `is_ended`: the workers have everything.
     """
 
     request: Request
@@ -101,6 +101,7 @@ class Prefill:
     prompt: str = ""
     attempt: int = 0
     num_sent: int = 0
+    num_done: int = 0
     is_ended: bool = False
     is_given_up: bool = False
 
@@ -131,6 +132,8 @@ class SchedulerHalf:
         self._of_others: dict[str, HandOff] = {}
         """Hand-offs of another prompt than the request's."""
         self._stats = TransferStats()
+        self._partial: dict[str, list[tuple[Group, int]]] = {}
+        """Of requests with blocks that were loaded in part, those and their first loaded tokens (`_partly`)."""
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
         self._sent: dict[str, list[Any]] = {}
@@ -158,13 +161,18 @@ class SchedulerHalf:
         assert self._keeper is not None, "bind comes first"
         return self._keeper
 
-    def _place(self, leader: RankAddress) -> Place:
+    def _place(self, leader: RankAddress, *, window_page: int | None = None) -> Place:
         return Place(
             remote_engine_id=leader.engine_id,
             remote_address=leader.address,
             remote_public_key=leader.public_key,
-            remote_window_page=self._window_page,
+            remote_window_page=window_page or self._window_page,
         )
+
+    def _window_page_of(self, partial: Sequence[tuple[Group, int]], stop: int) -> int:
+        """From a multiple of which token on this server has the windows at token `stop`, with blocks loaded in part."""
+        starts = ((group.needed(0, stop)[0], first) for group, first in partial)
+        return self._window_page if all(start - start % self._window_page >= first for start, first in starts) else 1
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
@@ -250,10 +258,14 @@ class SchedulerHalf:
             step.wanted = self._queue.take_due()
         for req_id, num_computed in _computed(output):
             prefill = self._prefills.get(req_id)
-            if prefill is None or prefill.is_ended or prefill.is_given_up:
+            if prefill is None or prefill.is_given_up:
                 continue
             try:
-                self._advance(step, prefill, num_computed + output.num_scheduled_tokens[req_id])
+                if num_computed < prefill.num_done and prefill.attempt == prefill.request.num_preemptions:
+                    logger.warning("request %s: it is not handed over: another connector's blocks were invalid", req_id)
+                    self._give_up(prefill.request_id)
+                elif not prefill.is_ended:
+                    self._advance(step, prefill, num_computed + output.num_scheduled_tokens[req_id])
             except Exception:
                 logger.exception("request %s: it is not handed over", req_id)
                 self._give_up(prefill.request_id)
@@ -267,9 +279,11 @@ class SchedulerHalf:
                 self._give_up(prefill.request_id)
                 return
             prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
+        prefill.num_done = min(num_done, prefill.num_tokens)
         if any(group.is_incremental for group in self._groups):
             self._add_chunk(step, prefill, num_done)
-        if num_done >= prefill.num_tokens and not prefill.first_token and self._prompts.is_known(prefill.request):
+        is_alone = self._leader is not None and self._leader.is_alone  # others report invalid blocks after the step
+        if num_done >= prefill.num_tokens and is_alone and not prefill.first_token and self._prompts.is_known(prefill.request):
             self._end_early(step, prefill)
 
     def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
@@ -308,7 +322,7 @@ class SchedulerHalf:
         self._queue.remove(req_id)
         self._offered.pop(req_id, None)
         move_id, told = self._moves.remove(request)
-        prefill = self._prefills.pop(req_id, None)
+        prefill, partial = self._prefills.pop(req_id, None), self._partial.pop(req_id, ())
         if self._loading.pop(req_id, None) is not None:
             self._step.aborts.append(req_id)
         with logged(f"request {req_id}: its hand-off is not declined, so prefill keeps it for as long as it may"):
@@ -318,10 +332,10 @@ class SchedulerHalf:
         prompt_id = _prompt_id(request)
         if prefill is None:
             shared = self._shared.get(prompt_id)
-            return False, self._answer(request, blocks, move_id) if shared is None else dict(shared)
+            return False, self._answer(request, blocks, move_id, partial) if shared is None else dict(shared)
         params = None
         with logged(f"request {req_id}: it is not handed over"):
-            params = self._hand_over(prefill, blocks)
+            params = self._hand_over(prefill, blocks, partial)
         if prompt_id in self._shared:  # vLLM returns the last answer's, and adds to each
             self._shared[prompt_id] = params and dict(params)
         if params is None:
@@ -337,7 +351,7 @@ class SchedulerHalf:
             if each is not None and _transfer(each) not in self._loaded:
                 self._step.declines.append(each)
 
-    def _hand_over(self, prefill: Prefill, blocks: BlockIds) -> dict[str, Any] | None:
+    def _hand_over(self, prefill: Prefill, blocks: BlockIds, partial: Sequence[tuple[Group, int]]) -> dict[str, Any] | None:
         request = prefill.request
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))
@@ -350,7 +364,7 @@ class SchedulerHalf:
         if not prefill.is_ended:
             self._step.finishes.append(self._finish(prefill, blocks))
         hand_off = HandOff(
-            **msgspec.structs.asdict(self._place(self._leader)),
+            **msgspec.structs.asdict(self._place(self._leader, window_page=self._window_page_of(partial, prefill.num_tokens))),
             remote_request_id=prefill.request_id.hex(),
             remote_num_tokens=prefill.num_tokens,
             remote_attempt=prefill.attempt,
@@ -358,10 +372,13 @@ class SchedulerHalf:
         )
         return hand_off.params()
 
-    def _answer(self, request: Request, blocks: BlockIds, move_id: str) -> dict[str, Any] | None:
+    def _answer(
+        self, request: Request, blocks: BlockIds, move_id: str, partial: Sequence[tuple[Group, int]]
+    ) -> dict[str, Any] | None:
         if self._leader is None:
             return None
-        kept = self.keeper.keep(request, blocks, self._place(self._leader), self._step, move_id=move_id)
+        place = self._place(self._leader, window_page=self._window_page_of(partial, request.num_tokens - 1))
+        kept = self.keeper.keep(request, blocks, place, self._step, move_id=move_id)
         return kept or self.keeper.answer(request) or self._without_hand_off(request)
 
     def _without_hand_off(self, request: Request) -> dict[str, Any] | None:
@@ -419,6 +436,8 @@ class SchedulerHalf:
             return False
         needs = self._needs(hand_off, start, stop)
         self._keep_out_of_cache(request.request_id, needs)
+        if partial := self._partly(needs):
+            self._partial[request.request_id] = partial
         prompt = self._prompts.digest(request, stop)
         self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, needs, prompt))
         self._loading[request.request_id] = transfer = _transfer(hand_off)
@@ -476,17 +495,26 @@ class SchedulerHalf:
         if self._exact and ((hand_off.remote_num_tokens or 0) > common or request.prompt_embeds is not None):
             reason = f"the state that prefill has cannot be cut to its first {common} tokens"
         else:
-            is_alone = self._leader is None or self._leader.is_alone
-            if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
+            partial = self._partly(self._needs(hand_off, num_computed, common)) if common > num_computed else []
+            if not (partial and (other := self._takes_for_whole(request, partial))):
                 return common
             reason = (
-                "another connector would take the first block of a window for whole; give prefill a block size that is a "
+                f"{other} would take the first block of a window for whole; give prefill a block size that is a "
                 "multiple of this server's"
             )
         if request.request_id not in self._offered:  # vLLM has not asked before
             self._stats.count_refusal()
             logger.warning("request %s: vLLM computes it, since %s", request.request_id, reason)
         return 0
+
+    def _takes_for_whole(self, request: Request, partial: Sequence[tuple[Group, int]]) -> str:
+        """Who would take a block that is loaded in part for whole, if anybody."""
+        if self._leader is not None and not self._leader.is_alone:
+            return "another connector"
+        prefill = self._prefills.get(request.request_id)
+        if prefill is None or transfer_id(request.kv_transfer_params) is None:  # else decode was told the page before
+            return ""
+        return "" if self._window_page_of(partial, prefill.num_tokens) == self._window_page else "decode"
 
     def _needs(self, hand_off: HandOff, start: int, stop: int) -> tuple[TokenRange, ...]:
         return tuple(group.needed(start, stop, window_page=hand_off.remote_window_page) for group in self._groups)
@@ -506,7 +534,7 @@ class SchedulerHalf:
             self.keeper.end(report.ended)
         for req_id in output.finished_recving or ():
             self._loading.pop(req_id, None)
-            if self._leases[req_id] > 0:
+            if self._leases[req_id] > 0 and req_id not in self._held:  # another connector's load may end later
                 self._hold(req_id)
         for req_id in [req_id for req_id, count in self._leases.items() if count <= 0]:
             del self._leases[req_id]

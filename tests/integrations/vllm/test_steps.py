@@ -720,3 +720,126 @@ def test_a_worker_that_stood_still_does_not_take_that_for_being_blocked(
         now += 6.0 if stands_still else 0.1
         half._end_blocking_send(idle=True)
     assert len(ended) == (0 if stands_still else 1)
+
+
+def ended(server: Server, request: Request) -> tuple[list[Finish], dict[str, Any]]:
+    """Run a request to its end. Returns what is sent to decode, and its parameters."""
+    finishes, answers = list[Finish](), list[Any]()
+    while not answers or answers[-1].finish_reason is None:
+        told, _, outputs = server.step()
+        finishes += told.finishes
+        answers += [each for each in outputs if each.request_id == request.request_id]
+    told, *_ = server.step()
+    return finishes + told.finishes, answers[-1].kv_transfer_params
+
+
+def loads_100_in_part(server: Server, params: Mapping[str, Any], num_tokens: int) -> Request:
+    """A request that has loaded 100 tokens of a server with windows from any multiple of 16 on, so nothing before token 51."""
+    kept = {**handed_over(16), "remote_num_tokens": 100, "remote_keep_s": 9.0}
+    request = server.add(num_tokens, {**params, "kept": kept})
+    told, *_ = server.step()
+    (load,) = told.loads
+    assert load.needs[1] == (51, 100)
+    server.step(finished_recving={request.request_id})
+    return request
+
+
+@pytest.mark.parametrize("num_tokens", [101, 120, 160])
+def test_another_server_takes_no_part_of_a_windows_block_that_was_not_loaded(server: Start, num_tokens: int) -> None:
+    """It would take the block for whole, and compute another request with what was there."""
+    keeps = server(specs=(FULL, WINDOW))
+    request = loads_100_in_part(keeps, {"keep": True}, num_tokens)
+    (finish,), params = ended(keeps, request)
+    kept, tokens = params["kept"], list(request.all_token_ids)
+    page = kept["remote_window_page"]
+    assert page == (1 if num_tokens == 101 else BLOCK)  # later the window is past that block
+    keeps.memory.check_sent(finish, tokens, kept["remote_num_tokens"], window_page=page)
+
+
+@pytest.mark.parametrize("num_tokens", [108, 160])
+@pytest.mark.parametrize("is_asked_at_once", [False, True])
+def test_prefill_hands_over_no_part_of_a_windows_block_that_it_has_not_loaded(
+    server: Start, num_tokens: int, is_asked_at_once: bool
+) -> None:
+    """A decode server that is asked at once was told the page before: so prefill computes what would be sent in part."""
+    prefill = server(specs=(FULL, WINDOW))
+    chosen = {"remote_request_id": new_request_id().hex()} if is_asked_at_once else {}
+    if is_asked_at_once and num_tokens == 108:
+        kept = {**handed_over(16), "remote_num_tokens": 100, "remote_keep_s": 9.0}
+        request = prefill.add(num_tokens, {**PREFILL, **chosen, "kept": kept})
+        planned = prefill.scheduler.schedule().kv_connector_metadata
+        assert isinstance(planned, StepMetadata)
+        assert (planned.loads, len(planned.declines)) == ([], 1)
+        return
+    request = loads_100_in_part(prefill, {**PREFILL, **chosen}, num_tokens)
+    (finish,), params = ended(prefill, request)
+    page = params["remote_window_page"]
+    assert page == (1 if num_tokens == 108 else BLOCK)
+    prefill.memory.check_sent(finish, prompt(num_tokens), num_tokens - 1, window_page=page)
+
+
+def test_blocks_that_another_connector_reports_invalid_are_not_handed_over(server: Start) -> None:
+    """It computes them again, in the step after the one in which the workers were told to send them."""
+    prefill = server()
+    address = RankAddress(engine_id="here", address="tcp://127.0.0.1:1", public_key=None, is_alone=False)
+    prefill.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): address})
+    request = prefill.add(80, PREFILL, max_tokens=1)
+    planned = prefill.scheduler.schedule()
+    told = planned.kv_connector_metadata
+    assert isinstance(told, StepMetadata)
+    assert ([(chunk.start, chunk.stop) for chunk in told.chunks], told.finishes) == ([(0, 79)], [])
+    blocks = prefill.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    planned.num_scheduled_tokens[request.request_id] = planned.total_num_scheduled_tokens = 48  # 32 were loaded before
+    request.num_in_flight_tokens = 48
+    report = KVConnectorOutput(invalid_block_ids={blocks[0]})
+    names = [request.request_id]
+    computed = ModelRunnerOutput(names, {names[0]: 0}, sampled_token_ids=[[7]], kv_connector_output=report)
+    prefill.scheduler.update_from_output(planned, computed)
+    assert request.num_computed_tokens == 0
+    told, _, (output,) = prefill.step()
+    assert (told.chunks, told.finishes) == ([], [])
+    assert output.kv_transfer_params == {"do_remote_prefill": False, "do_remote_decode": False}
+    told, *_ = prefill.step()
+    assert (len(told.given_up), told.aborts) == (1, names)
+    prefill.check_empty()
+
+
+def test_blocks_of_a_failed_load_come_back_although_another_connector_then_loads(server: Start) -> None:
+    """The first of a `MultiConnector` that has tokens loads them, and both hear of its end."""
+    decode = server()
+    request = decode.add(80, handed_over())
+    name, connector, asked = request.request_id, decode.scheduler.connector, list[int]()
+    decode.step()
+    ask, place = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+    def first_with_tokens(request: Request, num_computed: int) -> tuple[int | None, bool]:
+        asked.append(num_computed)
+        return ask(request, num_computed) if len(asked) > 1 else (64 - num_computed, True)
+
+    connector.get_num_new_matched_tokens = first_with_tokens
+    connector.update_state_after_alloc = lambda request, blocks, _: place(request, blocks, 0)
+    decode.loading.pop(name)
+    decode.unloadable.add(name)
+    held = WorkerReport(leases=Counter([name]))
+    decode.step(finished_recving={name}, failed_recving={name}, kv_connector_worker_meta=held)
+    decode.step()
+    for cache, own in zip(decode.memory.caches, decode.scheduler.kv_cache_manager.get_block_ids(name), strict=True):
+        decode.memory.write(cache, own, request.all_token_ids, 0, 64)
+    decode.step(finished_recving={name})
+    decode.run(request)
+    decode.step(kv_connector_worker_meta=WorkerReport(leases=Counter({name: -1})))
+    decode.check_empty()
+
+
+@pytest.mark.parametrize(("num_more", "is_stopped"), [(1, False), (2, True)])
+def test_an_answer_that_ends_at_the_longest_length_does_not_move(server: Start, num_more: int, is_stopped: bool) -> None:
+    """Another server of the same length has no room for more."""
+    decode, move_id = server(num_blocks=128), new_request_id().hex()
+    request = decode.add(1500, {"move_id": move_id}, max_tokens=100)
+    while request.num_tokens < 1536 - num_more:
+        decode.step()
+    stop, answers = decode.add(1, {"stop_request_id": move_id}, max_tokens=1, text=3), list[Any]()
+    while not (request.is_finished() and stop.is_finished()):
+        answers += decode.step()[2]
+    (told,) = [each.kv_transfer_params for each in answers if each.request_id == stop.request_id]
+    assert ("stopped" in told, "kept" in told) == (is_stopped, is_stopped)
