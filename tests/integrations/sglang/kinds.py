@@ -70,5 +70,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "no prompt": (COMPLETIONS, {"model": "model"}),
     "no messages": chat([]),
 }
+_OF_THE_PROMPT = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+ONLY_IN_PREFILL: dict[str, tuple[str, dict[str, Any]]] = {
+    "the prompt's log-probabilities": generate({"text": TEXT, **_OF_THE_PROMPT}),
+    "the prompt's log-probabilities, stream": generate({"text": TEXT, "stream": True, **_OF_THE_PROMPT}),
+    "the prompts' log-probabilities": generate({"text": [TEXT, OTHER], **_OF_THE_PROMPT}),
+}
+"""What prefill's answer has, and decode's has not."""
 OF_ITS_OWN = {"token ids", "several texts", "a prompt that is too long", "a negative limit", "no prompt"}
 """What sglang-router refuses before a server sees it: its schema has neither token ids in `prompt` nor lists in `text`."""

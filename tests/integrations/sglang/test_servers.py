@@ -27,7 +27,7 @@ from disagg.integrations.sglang.bootstrap import WAIT_S
 from harness.ports import free_ports
 from harness.servers import Reply, Server
 from harness.vllm.models import write_model
-from tests.integrations.sglang.kinds import KINDS, OF_ITS_OWN, TEXT, generate
+from tests.integrations.sglang.kinds import KINDS, OF_ITS_OWN, ONLY_IN_PREFILL, TEXT, generate
 from tests.integrations.vllm.requests import prompts
 from tests.integrations.vllm.routers import Direct, HttpAnswer, answer_of, begin, differences, written
 from tests.support.tcp_proxy import proxies
@@ -84,7 +84,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with Server.sglang(model) as alone:
         alone.wait_ready()
         expected = [alone.complete(prompt) for prompt in PROMPTS]
-        kinds = {name: ask(alone, name) for name in KINDS}
+        kinds = {name: ask(alone, name) for name in (*KINDS, *ONLY_IN_PREFILL)}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("DISAGG_BACKEND", "nixl")
         patch.setenv("DISAGG_TRANSPORT", "tcp")
@@ -99,7 +99,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 def ask(server: Server, name: str) -> HttpAnswer:
     """The answer to a kind of request."""
-    path, body = KINDS[name]
+    path, body = (KINDS | ONLY_IN_PREFILL)[name]
     return Direct(server).ask(path, written(body), ())
 
 
@@ -164,7 +164,13 @@ def test_sglangs_own_routers(servers: Servers, is_mini: bool) -> None:
         found = {name: ask(router, name) for name in KINDS}
     own = set() if is_mini else OF_ITS_OWN
     assert {name for name in own if found[name].status == HTTPStatus.UNPROCESSABLE_ENTITY} == own
-    different = {name: differs(right, found[name]) for name, right in servers.kinds.items() if name not in own}
+    different = {name: differs(servers.kinds[name], found[name]) for name in KINDS if name not in own}
+    assert not any(different.values()), different
+    check_free(servers)
+
+
+def test_the_proxy_answers_as_one_server(servers: Servers) -> None:
+    different = {name: differs(right, ask(servers.proxy, name)) for name, right in servers.kinds.items()}
     assert not any(different.values()), different
     check_free(servers)
 
