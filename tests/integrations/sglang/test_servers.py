@@ -170,9 +170,23 @@ def test_sglangs_own_routers(servers: Servers, is_mini: bool) -> None:
 
 
 def test_the_proxy_answers_as_one_server(servers: Servers) -> None:
-    different = {name: differs(right, ask(servers.proxy, name)) for name, right in servers.kinds.items()}
+    found = {name: ask(servers.proxy, name) for name in servers.kinds}
+    different = {name: differs(right, found[name]) for name, right in servers.kinds.items()}
+    for name in ONLY_IN_PREFILL:
+        expected = of_prompts(servers.kinds[name])
+        assert expected
+        different[name] += differences(expected, of_prompts(found[name]), tolerance=1e-5)
     assert not any(different.values()), different
     check_free(servers)
+
+
+def of_prompts(answer: HttpAnswer) -> list[Any]:
+    """The log-probabilities of prompts in the last event of an answer."""
+    lines = [line.removeprefix(b"data: ") for line in answer.data.splitlines() if not line.endswith(b"[DONE]")]
+    last = json.loads([line for line in lines if line][-1])
+    found = [each["meta_info"] for each in (last if isinstance(last, list) else [last])]
+    assert all(meta["input_token_logprobs"] and meta["input_top_logprobs"] for meta in found)
+    return [[meta["input_token_logprobs"], meta["input_top_logprobs"]] for meta in found]
 
 
 def differs(expected: HttpAnswer, found: HttpAnswer) -> list[str]:

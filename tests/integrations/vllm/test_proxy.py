@@ -6,6 +6,7 @@ The servers run with `VLLM_SERVER_DEV_MODE=1`, and only decode has an adapter.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 import urllib.error
@@ -129,6 +130,8 @@ def test_other_paths_are_handed_over(servers: tuple[Server, Server, Server], pat
     assert expected
     status, data = post(proxy, path, body)
     assert (status, text_of(path, data, stream=stream)) == (200, expected)
+    if path == "/v1/responses":  # to decode alone all that it loads is cached
+        assert re.findall(rb'"cached_tokens": ?(\d+)', data)[-1] == b"0"
     num_tokens = before + len(TEXT) - 1  # a token for each byte
     assert decode.metric_from(LOADED, num_tokens) == num_tokens
 
