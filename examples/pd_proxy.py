@@ -82,8 +82,6 @@ OF_ONE_ENGINE = frozenset(
     }
 )
 """Fields by which vLLM samples and SGLang does not, or the other way round."""
-DUPLICATE = b"Duplicate request ID"
-"""In the error of an SGLang server that has not yet noticed that an earlier attempt with the client's `rid` was cancelled."""
 LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
 INCOMPLETE = "\ufffd"
@@ -435,6 +433,11 @@ def of_client(body: Body) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in FOR_SERVERS_ONLY}
 
 
+def once_more(body: Body) -> dict[str, Any]:
+    """A request that is tried again. SGLang ends an attempt that was cancelled some seconds later, by the client's `rid`."""
+    return {name: value for name, value in body.items() if name != "rid"}
+
+
 def cleaned(value: Any) -> Any:
     """A body for another path with only such fields: servers have paths that take the others further inside."""
     if isinstance(value, list):
@@ -584,14 +587,17 @@ def num_answers(body: Body) -> Iterator[Any]:
 
 
 async def fill_in_first(event: dict[str, Any], prefilling: asyncio.Task[Any]) -> bool:
-    """Give SGLang's first token the log-probabilities in the answer of vLLM's prefill."""
+    """Give SGLang's first token the log-probabilities in the answer of vLLM's prefill. SGLang gives null for them, or leaves
+    them out with a text that is empty.
+    """
     choices = [choice for choice in event.get("choices", ()) if choice.get("logprobs")]
     if not choices:
         return False
     for choice, other in zip(choices, (await prefilling)["choices"], strict=False):
         found, known = choice["logprobs"], other.get("logprobs") or {}
+        of_first = found.get("token_logprobs") or [each["logprob"] for each in found.get("content") or ()]
         for key in ("content", "token_logprobs", "top_logprobs"):
-            if found.get(key) and known.get(key):
+            if of_first[:1] == [None] and found.get(key) and known.get(key):
                 found[key][0] = known[key][-1]
     return True
 
@@ -602,9 +608,7 @@ async def fill_in_prompt(event: Any, prefilling: asyncio.Task[Any]) -> bool:
     for at, each in enumerate(listed_or_one(event)):
         index = each.get("index") or at
         meta, other = each.get("meta_info") or {}, (known[index].get("meta_info") or {}) if index < len(known) else {}
-        for key in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
-            if other.get(key) and not meta.get(key):
-                meta[key] = other[key]
+        meta.update((key, value) for key, value in other.items() if key.startswith("input_") and "logprobs" in key)
     return False
 
 
@@ -614,6 +618,19 @@ async def fill_in_cached(event: Any, prefilling: asyncio.Task[Any]) -> bool:
         for known in counts_of(prefilling.result()):
             for found in counts_of(event):
                 found["cached_tokens"] = min(found["cached_tokens"], known["cached_tokens"])
+    return False
+
+
+async def fill_in_cache_read(event: Any, prefilling: asyncio.Task[Any]) -> bool:
+    """As `fill_in_cached`, in the form of `/v1/messages`, whose `input_tokens` are those that were not cached."""
+    if prefilling.done() and not prefilling.cancelled() and prefilling.exception() is None:
+        known = (prefilling.result().get("usage") or {}).get("cache_read_input_tokens")
+        for part in (event, event.get("message") or {}):
+            usage = part.get("usage") or {}
+            if known is not None and usage.get("cache_read_input_tokens") is not None:
+                num_less = max(0, usage["cache_read_input_tokens"] - known)
+                usage["cache_read_input_tokens"] -= num_less
+                usage["input_tokens"] += num_less
     return False
 
 
@@ -630,6 +647,8 @@ def fill_of(attempt: Attempt, prefilling: asyncio.Task[Any]) -> Fill | None:
     pair = (attempt.prefill.engine, attempt.decode.engine)
     if pair == (VLLM, SGLANG):
         return Fill(b'"logprobs"', fill_in_first, prefilling)
+    if attempt.path == "/v1/messages":
+        return Fill(b'"cache_read_input_tokens"', fill_in_cache_read, prefilling)
     if pair == (VLLM, VLLM):
         return Fill(b'"cached_tokens"', fill_in_cached, prefilling)
     if pair == (SGLANG, SGLANG) and attempt.body.get("return_logprob"):
@@ -1185,11 +1204,11 @@ class Proxy:
         while True:
             try:
                 return await self._attempt(request, of_client(body), names, kept)
-            except (ClientError, Failed, Refused) as error:
-                if time.monotonic() > until or (isinstance(error, Refused) and DUPLICATE not in error.body):
-                    raise
+            except (ClientError, Failed) as error:
                 logger.warning("%s: %s", type(error).__name__, error)
-            kept = None
+                if time.monotonic() > until:
+                    raise
+            body, kept = once_more(body), None
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _attempt(self, request: web.Request, body: Body, names: list[bytes], kept: Body | None) -> web.StreamResponse:
@@ -1319,7 +1338,7 @@ class Proxy:
                 return await self._ask_both(request, attempt, given)
             except NotPrefilled as error:
                 logger.warning("prefill server %s: %s", url, error)
-                failure, kept = error.cause, None  # it may have used it up
+                failure, body, kept = error.cause, once_more(body), None  # it may have used it up
         if decode.is_sglang:
             raise failure
         return await self._answer(request, decode, headers, HandOver({}, for_vllm(body, {}, own)), given)

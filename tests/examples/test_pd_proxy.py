@@ -1508,18 +1508,60 @@ def test_what_vllm_and_sglang_cannot_do_together_is_refused(fields: Mapping[str,
     run(scenario, StandIn(prefills), sglang(decodes))
 
 
-def test_an_id_of_a_client_that_an_attempt_before_has_used_is_free_soon() -> None:
-    statuses = iter((400, 200))
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_tried_again_has_an_id_of_its_own(stream: bool) -> None:
+    """SGLang aborts a stream's `rid` two seconds after its client has left, whoever has it then."""
+    statuses = iter((500, 200))
 
-    async def responds(_: web.Request, __: Asked) -> web.StreamResponse:
-        status = next(statuses)
-        error = {"error": {"message": "Duplicate request ID detected: mine"}}
-        return web.json_response(error if status == 400 else {"text": "decoded"}, status=status)
+    async def fails_once(_: web.Request, __: Asked) -> web.StreamResponse:
+        return web.json_response({"text": "decoded"}, status=next(statuses))
 
     async def scenario(pair: Pair) -> None:
-        assert (await pair.post({"text": "a", "rid": "mine"}, path="/generate"))[0] == 200
+        assert (await pair.post({"text": "a", "rid": "mine", "stream": stream}, path="/generate"))[0] == 200
+        for server in (pair.prefill, pair.decode):
+            assert [body.get("rid") for body in server.bodies("/generate")] == ["mine", None]
 
-    run(scenario, sglang(hangs), sglang(responds), retry_s=30.0)
+    run(scenario, sglang(fails_once), sglang(waits_once()), retry_s=30.0)
+
+
+def waits_once() -> Respond:
+    """Decode that waits for prefill the first time."""
+    times = iter((hangs, says(200, {"text": "decoded"})))
+
+    async def respond(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return await next(times)(request, asked)
+
+    return respond
+
+
+def test_a_value_that_sglangs_decode_knows_is_its_own() -> None:
+    """It leaves out the first token's event if that has no text."""
+    known = {"content": [{"token": "A", "logprob": -0.5}]}
+    found = {"content": [{"token": "B", "logprob": -0.2}]}
+    first = {"choices": [{"logprobs": known}], "kv_transfer_params": WHERE}
+    event = b"data: " + json.dumps({"choices": [{"delta": {"content": "AB"}, "logprobs": found}]}).encode() + b"\n\n"
+
+    async def scenario(pair: Pair) -> None:
+        _, text, _ = await pair.post({"messages": [], "logprobs": True, "stream": True}, path="/v1/chat/completions")
+        assert json.dumps(found) in text
+
+    run(scenario, StandIn(says(200, first)), sglang(sse(event)))
+
+
+def test_cached_tokens_of_a_message_are_those_of_prefill() -> None:
+    async def counts(request: web.Request, asked: Asked) -> web.StreamResponse:
+        found = json.loads((await prefills(request, asked)).body)  # type: ignore[attr-defined]
+        return web.json_response({**found, "usage": {"input_tokens": 6, "cache_read_input_tokens": 3}})
+
+    async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(0.1)
+        return web.json_response({"usage": {"input_tokens": 1, "cache_read_input_tokens": 8, "output_tokens": 2}})
+
+    async def scenario(pair: Pair) -> None:
+        _, text, _ = await pair.post({"messages": [], "max_tokens": 4}, path="/v1/messages")
+        assert json.loads(text)["usage"] == {"input_tokens": 6, "cache_read_input_tokens": 3, "output_tokens": 2}
+
+    run(scenario, StandIn(counts), StandIn(later))
 
 
 def test_servers_get_what_browsers_and_traces_need() -> None:
