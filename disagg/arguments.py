@@ -155,8 +155,8 @@ def check_layers(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_payload(payload: object) -> None:
-    if not isinstance(payload, bytes) or len(payload) > MAX_PAYLOAD_NBYTES:
-        found = f"{len(payload)} bytes" if isinstance(payload, bytes) else type(payload).__name__
+    if type(payload) is not bytes or len(payload) > MAX_PAYLOAD_NBYTES:  # subclasses cannot be encoded
+        found = f"{len(payload)} bytes" if type(payload) is bytes else type(payload).__name__
         raise LocalProtocolError(f"payload: expected at most {MAX_PAYLOAD_NBYTES} bytes, found {found}")
 
 

@@ -148,7 +148,10 @@ def public_key(text: str, *, what: str) -> str:
     if not text.startswith("file:"):
         return parse_key(text, what=what)
     path = Path(text.removeprefix("file:"))
-    return parse_key(path.read_text(), what=f"{what} in {path}")
+    try:
+        return parse_key(path.read_text(), what=f"{what} in {path}")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} in {path}: expected Z85 or hex digits: {error}") from error
 
 
 def read_keys(path: str | Path) -> KeyPair:

@@ -32,6 +32,8 @@ def backend_options(
         raise ConfigError(f"devices: expected a sequence of names, found {devices!r}")
     host, _ = parse_address(advertise or listen, what="advertise" if advertise else "listen")
     if is_wildcard(host):
+        if advertise:
+            raise ConfigError(f"advertise: expected an address that peers can reach, found {advertise!r}: every interface")
         raise ConfigError(
             f"listen: {listen!r} is every interface; set advertise=tcp://host:port to an address that peers can reach"
         )
@@ -157,7 +159,7 @@ def check_peers(
     for name, key in found.items():
         check_key(key, what=f"peer_keys of {name!r}")
     return {
-        name: check_peer(name, address, found.get(name), own=own, own_addresses=own_addresses, keys=keys)
+        str(name): check_peer(name, address, found.get(name), own=own, own_addresses=own_addresses, keys=keys)
         for name, address in (peers or {}).items()
     }
 
@@ -172,6 +174,16 @@ def check_count(given: object, what: str, kind: str) -> int | None:
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
         raise ConfigError(f"{what}: expected {kind}, or None, found {given!r}")
     return given
+
+
+def check_port(port: object, host: object) -> int | None:
+    """Of the metrics."""
+    if not isinstance(host, str):
+        raise ConfigError(f"metrics_host: expected a str, found {host!r}")
+    found = check_count(port, "metrics_port", "a port of 0 to 65535")
+    if found is not None and found > 65535:
+        raise ConfigError(f"metrics_port: expected a port of 0 to 65535, or None, found {found}")
+    return found
 
 
 def check_verify(value: Verify) -> Verify:

@@ -28,12 +28,13 @@ from disagg.construction import (
     check_name,
     check_peer,
     check_peers,
+    check_port,
     check_topology,
     check_verify,
 )
 from disagg.core import _native
 from disagg.core.address import dialable
-from disagg.core.errors import PeerUnreachable
+from disagg.core.errors import LocalProtocolError, PeerUnreachable
 from disagg.core.events import ReadyEvent
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
@@ -42,7 +43,7 @@ from disagg.protocol.messages import TokenRange, Verify
 from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.protocol.peers import Admit
 from disagg.protocol.types import Event, Limits, PeerRank
-from disagg.requests import Receiver, Sender, check_alive, check_process
+from disagg.requests import Receiver, Sender, check_alive, check_may_block, check_process
 from disagg.runtime.accounting import Stats
 from disagg.runtime.calls import open_receiver, open_sender, tell
 from disagg.runtime.channel import Channel
@@ -144,7 +145,7 @@ class KVManager:
         )
         metrics = Metrics()
         settings = RuntimeSettings(
-            name=name,
+            name=self.name,
             topology=self.topology,
             model=check_model(model),
             backend=backend,
@@ -164,7 +165,7 @@ class KVManager:
             direct_between_hosts=direct_between_hosts,
             limits=limits or Limits(),
             connection_limits=connection_limits,
-            metrics=None if check_count(metrics_port, "metrics_port", "a port") is None else metrics,
+            metrics=None if check_port(metrics_port, metrics_host) is None else metrics,
             tracing=Tracing() if tracing else None,
         )
         self._runtime = runtime = Runtime(settings, components)
@@ -223,9 +224,9 @@ class KVManager:
     def wait_ready(self, name: str, *, timeout_s: float = 60.0) -> None:
         """Wait until every rank of a peer has answered, plans are compared, and the engine is connected. Raises
         `PeerUnreachable` with the reason after `timeout_s` seconds, and at once for a reason that will not pass, such as
-        layouts that do not match; `LocalProtocolError` unless `timeout_s` is finite and at least 0.
+        layouts that do not match; `LocalProtocolError` unless `timeout_s` is finite and at least 0, and in a callback.
         """
-        check_process(self._runtime)
+        check_may_block(self._runtime, "wait_ready")
         check_text(name, "peer")
         status = self._runtime.directory.wait(name, check_timeout(timeout_s), has_ended=lambda: self._runtime.problem)
         check_alive(self._runtime)
@@ -241,7 +242,8 @@ class KVManager:
         check_text(peer, "peer")
         remote = self._runtime.handshake.rank(PeerRank(peer, check_number(rank, "rank", 2**31)))
         if remote is None:
-            raise PeerUnreachable(f"peer {peer!r}, rank {rank}: {self._runtime.directory.problem(peer)}")
+            reason = self._runtime.directory.problem(peer) or "this rank does not connect to it"
+            raise PeerUnreachable(f"peer {peer!r}, rank {rank}: {reason}")
         return self.backend, remote.engine
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -312,6 +314,8 @@ class KVManager:
         check_alive(self._runtime)
         check_joined(self._runtime.directory, self.name, self.topology)
         if peer is not None:
+            if peer == "":
+                raise LocalProtocolError("peer: expected a name, or None for any, found ''")
             check_known(self._runtime.directory, peer, may_connect=True)
         return open_sender(
             self._runtime,
@@ -367,7 +371,9 @@ class KVManager:
         return self._runtime.requests.take_events()
 
     def fileno(self) -> int:
-        """Readable while `events` has something to return."""
+        """Readable while `events` has something to return; -1 once the manager is closed. Stop watching it before `close`, and
+        call `events` once more after that.
+        """
         check_process(self._runtime)
         return self._runtime.requests.fileno()
 
@@ -387,9 +393,9 @@ class KVManager:
 
     def drain(self, *, timeout_s: float) -> bool:
         """Take no new requests, and wait up to `timeout_s` seconds for those under way. Returns whether all have ended.
-        Raises `LocalProtocolError` unless `timeout_s` is finite and at least 0.
+        Raises `LocalProtocolError` unless `timeout_s` is finite and at least 0, and in a callback.
         """
-        check_process(self._runtime)
+        check_may_block(self._runtime, "drain")
         return self._runtime.requests.drain(check_timeout(timeout_s))
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -79,6 +80,9 @@ class Control(Protocol):
     @property
     def inherited(self) -> str:
         """Why a forked child cannot use the manager; empty elsewhere."""
+
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """Those that call the server."""
 
     def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
@@ -219,9 +223,11 @@ class RequestHandle:
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
         """How the request ended; `KVManager.events` also returns that. Raises `TimeoutError` after `timeout_s` seconds
-        (`None`: no limit), `LocalProtocolError` unless that is finite and at least 0.
+        (`None`: no limit), `LocalProtocolError` unless that is finite and at least 0, and in a callback before the end.
         """
         check_process(self._control)
+        if self._ending.event is None:
+            check_may_block(self._control, "wait")
         event = self._ending.wait(math.inf if timeout_s is None else check_timeout(timeout_s))
         if event is None:
             raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
@@ -372,6 +378,13 @@ def check_process(control: Control) -> None:
     """Raises `LocalProtocolError` in a forked child, where nothing of the manager works."""
     if control.inherited:
         raise LocalProtocolError(control.inherited)
+
+
+def check_may_block(control: Control, what: str) -> None:
+    """Raises `LocalProtocolError` in a callback: nothing ends while a thread of the manager waits for it."""
+    check_process(control)
+    if threading.current_thread() in control.threads():
+        raise LocalProtocolError(f"{what}: expected another thread, found a callback in the manager's own, which cannot wait")
 
 
 def check_alive(control: Control) -> None:

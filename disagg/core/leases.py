@@ -67,7 +67,7 @@ class Lease:
             if not self.released:
                 self._callbacks.append(callback)
                 return
-        callback()
+        _call(callback)
 
 
 def withdraw(lease: Lease) -> None:
@@ -89,7 +89,11 @@ def release(lease: Lease) -> None:
         lease._status = LeaseState.RELEASED, ""
         callbacks, lease._callbacks = lease._callbacks, []
     for callback in callbacks:
-        try:
-            callback()
-        except BaseException:  # also SystemExit, which would end the manager's thread, not the process
-            logger.exception("lease: a release callback failed")
+        _call(callback)
+
+
+def _call(callback: Callable[[], object]) -> None:
+    try:
+        callback()
+    except BaseException:  # also SystemExit, which would end the manager's thread, not the process
+        logger.exception("lease: a release callback failed")

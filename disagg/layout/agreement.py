@@ -38,6 +38,7 @@ class ModelId:
         for what, text in (("name", self.name), ("revision", self.revision)):
             if not is_text(text, MAX_MODEL, least=0):
                 raise ConfigError(f"model {what}: expected a str of at most {MAX_MODEL} characters, found {text!r:.100}")
+            object.__setattr__(self, what, str(text))  # messages cannot have a subclass
 
 
 def differing_words(found: str, expected: str) -> tuple[str, str]:

@@ -54,6 +54,7 @@ class Directory:
 
     def add(self, name: str, address: str, public_key: str | None, *, lasting: bool = True) -> None:
         """Raises `PeerUnreachable` for an instance that is not `lasting`, if there are `MAX_ADMITTED` of these."""
+        name = str(name)  # messages cannot have a subclass
         known = self._peers.instances.get(name)
         if not lasting and known is None:
             others = sum(each.forget_at < NEVER for each in list(self._peers.instances.values())) + len(self._changing)

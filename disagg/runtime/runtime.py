@@ -89,7 +89,7 @@ class Runtime:
             self.allowed_keys.add(settings.keys.public)
         self._interposed = False
         with contextlib.ExitStack() as opened:
-            self.lifetime = Lifetime(self._close, threads=self._threads)
+            self.lifetime = Lifetime(self._close, threads=self.threads)
             opened.callback(self.lifetime.forget)
             name = f"{settings.name}/{settings.topology.rank}"
             self.requests = RequestTable(
@@ -265,7 +265,7 @@ class Runtime:
         if self.loop.over:
             self.requests.fail_all(self.problem)
 
-    def _threads(self) -> tuple[threading.Thread, ...]:
+    def threads(self) -> tuple[threading.Thread, ...]:
         """Those that call the server."""
         return self.loop.thread, self.worker.thread, self.verification.worker.thread
 

@@ -250,6 +250,42 @@ def test_a_callback_may_close_its_manager(place: str, engine: str) -> None:
     assert descriptors() == before
 
 
+def test_a_callback_cannot_wait_for_its_manager() -> None:
+    """Nothing would end meanwhile, in any request."""
+    with cluster(Side(), Side(page=8)) as instances:
+        decode, found, done = instances.decode[0], list[str](), threading.Event()
+        other = receive(decode, new_request_id(), PageList((3, 4, 5)), need=(0, 20))
+        receiver = receive(decode, request := new_request_id(), PAGES, need=(0, 20))
+
+        def wait(_: object) -> None:
+            for call in (
+                other.wait,
+                lambda: decode.manager.wait_ready("prefill-0", timeout_s=1.0),
+                lambda: decode.manager.drain(timeout_s=1.0),
+            ):
+                with pytest.raises(LocalProtocolError, match="expected another thread, found a callback") as refused:
+                    call()
+                found.append(str(refused.value).partition(":")[0])
+            assert receiver.wait().ok  # it has ended
+            done.set()
+
+        receiver.on_end(wait)
+        send(instances.prefill[0], request, PAGES_OF_SENDER, 20)
+        assert done.wait(DEADLINE_S)
+        assert found == ["wait", "wait_ready", "drain"]
+        other.abort("the test is over")
+        assert not other.wait(timeout_s=DEADLINE_S).ok
+
+
+def test_a_late_release_callback_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        receiver = receive(instances.decode[0], request := new_request_id(), PAGES, need=(0, 20))
+        send(instances.prefill[0], request, PAGES_OF_SENDER, 20)
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        receiver.lease.on_release(lambda: 1 / 0)
+    assert "a release callback failed" in caplog.text
+
+
 def test_a_manager_that_closes_in_the_background_does_not_count_as_closed() -> None:
     go_on = threading.Event()
 

@@ -240,3 +240,12 @@ def test_the_leaders_address_is_refused_on_other_ranks() -> None:
         until(lambda: rank._runtime.peers.leader_address == leader)
         with pytest.raises(ConfigError, match="which is this one's own"):
             rank.add_peer("other", address=leader)
+
+
+def test_names_may_be_of_a_subclass_of_str() -> None:
+    """NumPy's own cannot be encoded in a message."""
+    with ExitStack() as stack:
+        one, other = (opened(stack, np.str_(name), model=ModelId(np.str_("toy"))) for name in ("one", "other"))
+        one.add_peer(np.str_("other"), address=other.address)
+        other.add_peer("one", address=one.address)
+        one.wait_ready(np.str_("other"), timeout_s=DEADLINE_S)

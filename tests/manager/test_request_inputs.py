@@ -282,7 +282,7 @@ def test_arguments_of_a_wrong_kind_are_refused_in_the_callers_thread(instances: 
     for group in (True, None, "0", 0.0):
         with pytest.raises(LocalProtocolError, match="group of peer 'prefill-0': expected 0 to 0"):
             decode.receiver(request, peer="prefill-0", rows=rows, need=need, group=group)
-    for payload in ("text", None, bytearray(4)):
+    for payload in ("text", None, bytearray(4), np.bytes_(b"token")):
         with pytest.raises(LocalProtocolError, match="payload: expected at most 65536 bytes, found"):
             sender.finish(payload=payload)
     receiver: Any = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
@@ -304,6 +304,10 @@ def test_arguments_that_are_not_looked_up_are_refused(instances: Cluster) -> Non
             call(["prefill-0"])
     with pytest.raises(LocalProtocolError, match="rank: expected 0 to 2147483647, found"):
         manager.engine("prefill-0", [1])
+    with pytest.raises(PeerUnreachable, match="'prefill-0', rank 5: this rank does not connect to it"):
+        manager.engine("prefill-0", 5)
+    with pytest.raises(LocalProtocolError, match="peer: expected a name, or None for any, found ''"):
+        instances.prefill[0].manager.sender(new_request_id(), peer="")
     with pytest.raises(LocalProtocolError, match="on_end: expected a function, found None"):
         instances.prefill[0].manager.sender(new_request_id(), peer="decode-0").on_end(None)  # type: ignore[arg-type]
     for key, found in ((5, "int"), ("\ud800" * 40, "40 other characters"), (b"x" * 40, "bytes")):
@@ -327,6 +331,9 @@ def test_arguments_that_are_not_looked_up_are_refused(instances: Cluster) -> Non
         ("devices", "mlx5_0", "a sequence of names"),
         ("devices", [5], "a sequence of names"),
         ("peer_keys", {"a": 5}, "a key of 40 Z85 characters"),
+        ("advertise", "tcp://*:0", r"an address that peers can reach, found 'tcp://\*:0'"),
+        ("metrics_port", 70000, "a port of 0 to 65535"),
+        ("metrics_host", None, "a str"),
     ],
 )
 def test_settings_of_a_wrong_kind_are_refused(setting: str, given: Any, expected: str) -> None:
