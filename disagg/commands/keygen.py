@@ -51,7 +51,7 @@ def write_pair(pair: KeyPair, folder: Path, *, name: str, force: bool, text: Cal
     secret, public = folder / f"{name}.toml", folder / f"{name}.pub"
     there = [str(path) for path in (secret, public) if path.exists() or path.is_symlink()]
     if there and not force:
-        raise ConfigError(f"keygen: {' and '.join(there)} would be overwritten; use another name or --force")
+        raise ConfigError(f"{' and '.join(there)} would be overwritten; use another name or --force")
     folder.mkdir(parents=True, exist_ok=True)
     comment = "# The key pair of one instance. Anyone who has the secret key can act as this instance."
     content = f'{comment}\npublic = "{text(pair.public)}"\nsecret = "{text(pair.secret)}"\n'

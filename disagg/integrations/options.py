@@ -70,8 +70,8 @@ class Options(ServerConfig, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], *, engine_id: str) -> Options:
-        for key in ("admit", "leader"):
-            if key in extra or os.environ.get(PREFIX + key.upper()):
+        for key in ("admit", "leader", "name", "peer_keys", "peers"):
+            if key in extra or (key in ("admit", "leader") and os.environ.get(PREFIX + key.upper())):
                 raise ConfigError(f"config: key {key!r}: expected none: the connector chooses it, from keys and the rank")
         return cls.load(environ=os.environ, **{"name": engine_id, **extra})
 

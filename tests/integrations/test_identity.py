@@ -284,6 +284,8 @@ def test_only_rank_0_serves_metrics() -> None:
         {"peer_keys": {"b": "c" * 40}, "peers": {"b": "tcp://127.0.0.1:1"}},
         {"admit": "known"},
         {"leader": "tcp://127.0.0.1:1"},
+        {"name": "x"},
+        {"peers": {"b": "tcp://127.0.0.1:1"}},
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:

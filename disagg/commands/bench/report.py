@@ -141,7 +141,7 @@ class Row(msgspec.Struct, frozen=True):
     * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, which is from the first `send` to the last
       success of the median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of
       instances.
-    * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
+    * `pieces`: the plan's, with neighbors joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
     * `latency_ms`: over all requests of all runs (`count`), from the first `send` to the last success. Percentiles are of
       the nearest rank. `median`: the request with the p50; `phases`: its seconds by phase (`disagg.core.timeline`).
     * `arrivals`: how requests arrive, `per_s` of them a second. Unless they arrive together, `queue_ms` is the time from a

@@ -96,7 +96,8 @@ def explain(
     **settings: int | str | None,
 ) -> None:
     """Show which ranks would send what to each other for one request, and why each component takes its path. No engine is
-    started and no memory allocated; bytes, runs and descriptors are those that disagg-bench reports for the same case.
+    started and no memory allocated; bytes, runs and descriptors are the bytes, pieces and posts that disagg-bench
+    reports for the same case.
     Exit status 2 if the sides do not fit each other.
     """
     shape = options.shape_of(model, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
