@@ -6,6 +6,7 @@ use the same files.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -77,7 +78,9 @@ def write_configs(folder: Path, backend: str) -> None:
 
 
 def main() -> None:
-    backend = sys.argv[1] if len(sys.argv) > 1 else "auto"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("backend", nargs="?", default="auto", help="auto, nixl or mooncake (auto)")
+    backend = parser.parse_args().backend
     with tempfile.TemporaryDirectory() as folder, hosts() as on, ExitStack() as opened:
         write_configs(Path(folder), backend)
         workers = [

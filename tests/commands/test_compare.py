@@ -83,3 +83,4 @@ def test_the_command_marks_regressions_and_exits_with_1(tmp_path: Path) -> None:
     (sentence,) = unread.stderr.splitlines()
     assert "c.json" in sentence
     assert "$[0].backend" in sentence
+    assert run(str(before), str(tmp_path / "missing.json")).returncode == 2

@@ -310,9 +310,10 @@ def exit_status(rows: Sequence[Row]) -> int:
 @click.option(
     "--compare",
     nargs=2,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="A.json B.json",
-    help="Compare two files written by --json. Exit status 1 if a case of A is missing, wrong or slower in B.",
+    help="Compare two files written by --json. Exit status 1 if a case of A is missing, wrong or slower in B, 2 if a file "
+    "cannot be read.",
 )
 @click.option("--fault", type=click.Choice([fault.value for fault in Fault]), hidden=True, help="Inject a fault.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
