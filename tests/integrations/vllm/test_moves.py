@@ -169,7 +169,8 @@ def moves(model: Callable[[str], Path]) -> Moves:
     """Of a server without options that matter."""
     folder = str(model("llama"))
     read = {"runner_type": "generate", "tokenizer_mode": "auto", "tokenizer_revision": None, "trust_remote_code": False}
-    config = SimpleNamespace(logits_processors=None, skip_tokenizer_init=False, model=folder, tokenizer=folder, **read)
+    read |= {"logits_processors": None, "skip_tokenizer_init": False, "max_model_len": 1024}
+    config = SimpleNamespace(model=folder, tokenizer=folder, **read)
     return Moves(SimpleNamespace(model_config=config, watermark_config=None))
 
 
