@@ -180,9 +180,9 @@ def check_port(port: object, host: object) -> int | None:
     """Of the metrics."""
     if not isinstance(host, str):
         raise ConfigError(f"metrics_host: expected a str, found {host!r}")
-    found = check_count(port, "metrics_port", "a port of 0 to 65535")
+    found = check_count(port, "metrics_port", "a port")
     if found is not None and found > 65535:
-        raise ConfigError(f"metrics_port: expected a port of 0 to 65535, or None, found {found}")
+        raise ConfigError(f"metrics_port: expected a port up to 65535, or None, found {found}")
     return found
 
 

@@ -50,8 +50,6 @@ class Notices:
         return True
 
     def tick(self, notice: Notice, now: float) -> None:
-        if now < notice.retry_at:
-            return
         notice.left -= 1
         self._effects.append(SendMessage(notice.peer, notice.message))
         if notice.left:

@@ -99,7 +99,7 @@ def test_a_kernel_that_fails_ends_its_request(kernel: str, monkeypatch: pytest.M
 
 
 def test_threads_that_wait_wake_when_the_request_ends() -> None:
-    ending, control = Ending(1e-3), cast("Any", SimpleNamespace(inherited=""))
+    ending, control = Ending(1e-3), cast("Any", SimpleNamespace(inherited="", threads=tuple))
     handle = RequestHandle(control, ending, key=RequestKey(b"0" * 16, 0), peer="prefill", tag=None)
     ended: list[Event] = []
     threads = [threading.Thread(target=lambda: ended.append(handle.wait(timeout_s=DEADLINE_S))) for _ in range(3)]

@@ -345,7 +345,7 @@ def manager(**settings: Any) -> KVManager:
         ({"peer_keys": "key"}, "peer_keys: expected a mapping from names, found str"),
         ({"model": None}, "model: expected a ModelId, found None"),
         ({"metrics_port": 0, "metrics_host": "a" * 70}, "metrics: cannot listen at 'aaa"),
-        ({"metrics_port": 0, "metrics_host": 7}, "metrics: cannot listen at 7"),
+        ({"metrics_port": 0, "metrics_host": 7}, "metrics_host: expected a str, found 7"),
         ({"declared": Topology(tp=2)}, "component 'kv': expected Topology(dp=1, pp=1, cp=1, tp=2"),
     ],
 )

@@ -52,6 +52,14 @@ def test_a_notice_is_repeated_until_it_is_answered(how: str) -> None:
     assert len(sent_until(sessions, 60.0)) == 1
 
 
+def test_a_second_notice_of_an_attempt_replaces_the_first() -> None:
+    sessions = Sessions()
+    for nonce in (7, 8):
+        sessions.decline(KEY, peer="P", nonce=nonce, source_group=0, ranks=[1])
+    assert sent_until(sessions, 60.0) == [0.0, 0.0, 0.5, 1.5, 3.5, 7.5, 12.5]
+    assert sessions.next_tick > 60.0
+
+
 def test_a_decline_for_which_there_is_no_room_is_not_answered() -> None:
     sessions = Sessions(limits=Limits(max_parked_reserves=1))
     for attempt in (0, 1):

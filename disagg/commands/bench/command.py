@@ -98,6 +98,9 @@ def run_cases(
 
 
 def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
+    for path in (before, after):
+        if not path.exists():
+            raise ConfigError(f"compare: {path}: there is no such file")
     rows = comparing.read_rows(before)
     if not rows:
         raise ConfigError(f"compare: {before}: expected rows written by disagg-bench --json, found none")
@@ -310,7 +313,7 @@ def exit_status(rows: Sequence[Row]) -> int:
 @click.option(
     "--compare",
     nargs=2,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="A.json B.json",
     help="Compare two files written by --json. Exit status 1 if a case of A is missing, wrong or slower in B, 2 if a file "
     "cannot be read.",
