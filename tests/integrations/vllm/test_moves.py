@@ -168,8 +168,8 @@ def ended(moves: Moves, request: Request, status: RequestStatus, num_tokens: int
 def moves(model: Callable[[str], Path]) -> Moves:
     """Of a server without options that matter."""
     folder = str(model("llama"))
-    read = {"runner_type": "generate", "tokenizer_mode": "auto", "tokenizer_revision": None, "trust_remote_code": False}
-    read |= {"logits_processors": None, "skip_tokenizer_init": False, "max_model_len": 1024}
+    read: dict[str, Any] = {"runner_type": "generate", "tokenizer_mode": "auto", "tokenizer_revision": None}
+    read |= {"trust_remote_code": False, "logits_processors": None, "skip_tokenizer_init": False, "max_model_len": 1024}
     config = SimpleNamespace(model=folder, tokenizer=folder, **read)
     return Moves(SimpleNamespace(model_config=config, watermark_config=None))
 
