@@ -581,7 +581,7 @@ def listed_or_one(given: Any) -> list[Any]:
 def num_answers(body: Body) -> Iterator[Any]:
     """How many answers a request wants, wherever it says so."""
     given = body.get("sampling_params")
-    for params in (body, *(given if isinstance(given, list) else [given])):
+    for params in (body, *listed_or_one(given)):
         if isinstance(params, Mapping):
             yield params.get("n")
 

@@ -112,7 +112,7 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
 
 class Writing(Message, frozen=True, tag="writing", kw_only=True):
     """The engine with which this rank writes to the receiver at this epoch and generation. Sent before the first write, and
-    after each answer to a hello: on a new connection, what was sent before the hello is lost.
+    again after each welcome, because a new connection loses what was sent before its hello.
     """
 
     engine: Name

@@ -111,7 +111,6 @@ class Connections:
             self._peers.on_ended(peer, rank.epoch, now)
 
     def check_soon(self) -> None:
-        self._fence_at = NEVER
         self._next_check = 0.0
 
     # -- connecting --------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class Loop:
         if now >= self._next_timer_check:
             self._next_timer_check = now + MAX_TIMER_LATENESS_S
             self._next_due()
-        if now >= self._due and not self._skipped_channel:  # what has arrived in time counts
+        if now >= self._due and not self._skipped_channel:  # messages that have arrived are read first
             self._due = NEVER
             for timed in self._timed:
                 timed.tick(now)

@@ -1,4 +1,4 @@
-"""Declines, and aborts of what was never reserved, are repeated until they are answered."""
+"""Declines, and aborts sent before any reservation, are repeated until they are answered."""
 
 from __future__ import annotations
 

@@ -746,7 +746,7 @@ def loads_100_in_part(server: Server, params: Mapping[str, Any], num_tokens: int
 
 @pytest.mark.parametrize("num_tokens", [101, 120, 160])
 def test_another_server_takes_no_part_of_a_windows_block_that_was_not_loaded(server: Start, num_tokens: int) -> None:
-    """It would take the block for whole, and compute another request with what was there."""
+    """Otherwise it would treat the block as complete, and compute another request from leftover data."""
     keeps = server(specs=(FULL, WINDOW))
     request = loads_100_in_part(keeps, {"keep": True}, num_tokens)
     (finish,), params = ended(keeps, request)
