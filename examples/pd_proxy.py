@@ -614,24 +614,28 @@ async def fill_in_prompt(event: Any, prefilling: asyncio.Task[Any]) -> bool:
 
 async def fill_in_cached(event: Any, prefilling: asyncio.Task[Any]) -> bool:
     """Count as cached what prefill had cached, where vLLM's decode counts all that it did not compute."""
-    if prefilling.done() and not prefilling.cancelled() and prefilling.exception() is None:
-        for known in counts_of(prefilling.result()):
-            for found in counts_of(event):
-                found["cached_tokens"] = min(found["cached_tokens"], known["cached_tokens"])
+    for known in counts_of(answer_by_now(prefilling)):
+        for found in counts_of(event):
+            found["cached_tokens"] = min(found["cached_tokens"], known["cached_tokens"])
     return False
 
 
 async def fill_in_cache_read(event: Any, prefilling: asyncio.Task[Any]) -> bool:
     """As `fill_in_cached`, in the form of `/v1/messages`, whose `input_tokens` are those that were not cached."""
-    if prefilling.done() and not prefilling.cancelled() and prefilling.exception() is None:
-        known = (prefilling.result().get("usage") or {}).get("cache_read_input_tokens")
-        for part in (event, event.get("message") or {}):
-            usage = part.get("usage") or {}
-            if known is not None and usage.get("cache_read_input_tokens") is not None:
-                num_less = max(0, usage["cache_read_input_tokens"] - known)
-                usage["cache_read_input_tokens"] -= num_less
-                usage["input_tokens"] += num_less
+    known = (answer_by_now(prefilling).get("usage") or {}).get("cache_read_input_tokens")
+    for part in (event, event.get("message") or {}):
+        usage = part.get("usage") or {}
+        if known is not None and usage.get("cache_read_input_tokens") is not None:
+            num_less = max(0, usage["cache_read_input_tokens"] - known)
+            usage["cache_read_input_tokens"] -= num_less
+            usage["input_tokens"] += num_less
     return False
+
+
+def answer_by_now(prefilling: asyncio.Task[Any]) -> Any:
+    """Prefill's answer; empty if there is none yet, or prefill has failed."""
+    has_answered = prefilling.done() and not prefilling.cancelled() and prefilling.exception() is None
+    return prefilling.result() if has_answered else {}
 
 
 def counts_of(answer: Any) -> Iterator[dict[str, Any]]:
