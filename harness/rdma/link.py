@@ -60,7 +60,7 @@ class RdmaLink:
     Once it is created, a link of the same number with fewer rails is a part of it.
     Create and close links while no process opens an engine: UCX reads routes only once, and a process that lists the RDMA
     devices while another one is removed may miss a device. Commands that the kernel refuses raise
-    `subprocess.CalledProcessError`.
+    `subprocess.CalledProcessError`, with the kernel's words as a note.
     """
 
     def __init__(self, number: int, *, rails: int = 1) -> None:
@@ -165,4 +165,8 @@ def _device(number: int, side: int, rail: int) -> Device:
 
 
 def _run(command: str) -> str:
-    return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
+    try:
+        return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
+    except subprocess.CalledProcessError as error:
+        error.add_note(error.stderr)
+        raise
