@@ -79,8 +79,8 @@ test-cross: setup ## Test vLLM and SGLang servers that hand requests over to eac
 	@SGLANG_PYTHON=$$(scripts/sglang_env.sh) && export SGLANG_PYTHON && $$(scripts/vllm_env.sh) -m pytest \
 	  -c tests/integrations/cross/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/cross $(PYTEST_ARGS)
 
-test-rdma: setup ## Run the tests over soft RDMA devices in a virtual machine, fetched from Debian's packages (RDMA_ARGS=...)
-	@$(BIN)/python -m harness.rdma $(RDMA_ARGS)
+test-rdma: setup ## Run the tests over soft RDMA devices in a virtual machine, fetched from Debian's packages (PYTEST_ARGS=..., RDMA_ARGS=...)
+	@PYTEST_ADDOPTS="$(PYTEST_ADDOPTS) $(PYTEST_ARGS)" $(BIN)/python -m harness.rdma $(RDMA_ARGS)
 
 chaos-rdma: setup ## Kill ranks, lose packets and take devices down over soft RDMA devices (CHAOS_ARGS=... for the program)
 	@$(BIN)/python -m harness.rdma --timeout 7200 -- $(BIN)/python -m harness.chaos --transport rdma --rounds 12 --requests 1000 --slow 6 $(CHAOS_ARGS)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 
 from harness.debian import FetchError
-from harness.rdma.guest import PROJECT, GuestError, packages, run_in_guest
+from harness.rdma.guest import OUT, PROJECT, GuestError, packages, run_in_guest
 
 HANG_S = 900
 TESTS = (
     f"{PROJECT}/.venv/bin/pytest",
-    "-p",
-    "no:cacheprovider",
+    "-o",
+    f"cache_dir={OUT}/pytest-rdma",
     "-o",
     f"faulthandler_timeout={HANG_S}",
     "--numprocesses",
@@ -40,7 +41,8 @@ def main() -> int:
         if options.fetch:
             sys.stdout.write(f"{packages()}\n")
             return 0
-        return run_in_guest(options.command or TESTS, timeout_s=options.timeout, environ={"RDMA_GUEST": "1"})
+        environ = {"RDMA_GUEST": "1", "PYTEST_ADDOPTS": os.environ.get("PYTEST_ADDOPTS", "")}
+        return run_in_guest(options.command or TESTS, timeout_s=options.timeout, environ=environ)
     except (FetchError, GuestError) as error:
         sys.stderr.write(f"rdma: {error}\n")
         return 1
