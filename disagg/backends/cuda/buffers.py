@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +23,13 @@ class Buffer:
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.host_address = int(gpu.call("cuMemHostAlloc", nbytes, 0))
-        self.device_address = int(gpu.call("cuMemAlloc", nbytes))
-        self.uploaded = gpu.event()
+        with ExitStack() as undo:
+            self.device_address = int(gpu.call("cuMemAlloc", nbytes))
+            undo.callback(gpu.free, self.device_address)
+            self.host_address = int(gpu.call("cuMemHostAlloc", nbytes, 0))
+            undo.callback(gpu.call, "cuMemFreeHost", self.host_address)
+            self.uploaded = gpu.event()
+            undo.pop_all()
         words = (ctypes.c_ubyte * nbytes).from_address(self.host_address)
         self.words: Words = np.frombuffer(memoryview(words), dtype=np.uint64)
 
