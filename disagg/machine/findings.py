@@ -43,7 +43,7 @@ CAP_IPC_LOCK = 14
 
 def _memlock() -> int | None:
     """In bytes. A process with CAP_IPC_LOCK, such as root's, has no limit."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key == "CapEff" and int(value, 16) >> CAP_IPC_LOCK & 1:
             return None

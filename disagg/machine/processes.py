@@ -250,10 +250,10 @@ def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:
 def _stack_of(pid: int) -> int | None:
     """Where the stack of the process's program starts; `None` if this process may not know."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        text = (_PROC / str(pid) / "stat").read_bytes()  # the kernel may cut the program's name within a character
     except OSError:
         return None
-    return int(text.rpartition(")")[2].split()[_STACK_FIELD]) or None
+    return int(text.rpartition(b")")[2].split()[_STACK_FIELD]) or None
 
 
 def _is_held(connected: socket.socket) -> bool:
@@ -287,8 +287,8 @@ def machine_identity() -> str:
 
 
 def _unix_sockets(name: str) -> set[str]:
-    rows = (line.split() for line in (_PROC / "self" / "net" / "unix").read_text().splitlines()[1:])
-    return {row[6] for row in rows if row[7:] == [f"@{name}"]}
+    rows = (line.split() for line in (_PROC / "self" / "net" / "unix").read_bytes().splitlines()[1:])  # names may be any bytes
+    return {row[6].decode() for row in rows if row[7:] == [os.fsencode(f"@{name}")]}
 
 
 def _connected_to(sockets: Iterable[TcpSocket], held: Collection[str]) -> set[tuple[str, str]]:

@@ -282,11 +282,19 @@ class Runtime:
         try:
             self.opened.close()
         finally:
-            if isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed():
+            if self._is_quiet():
                 self.requests.release_all()
             else:
                 for memory in self._staging:
                     memory.keep_mapped()
+
+    def _is_quiet(self) -> bool:
+        """Whether the closed engine proves it. What an engine raises proves nothing."""
+        try:
+            return isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed()
+        except Exception:
+            logger.exception("%s: whether the closed engine is quiet", self.handshake.me)
+            return False
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
         if self._interposed:

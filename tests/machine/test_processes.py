@@ -76,9 +76,10 @@ def watch_from(lines: IO[str], stack: ExitStack) -> ProcessWatch:
 
 
 def test_a_process_that_executes_another_program_has_left_but_not_ended(stack: ExitStack) -> None:
-    """It keeps its number, its pidfd and its sockets, the identity socket among them."""
+    """It keeps its number, its pidfd and its sockets, the identity socket among them. Its name may be cut in a character."""
     code = f"""{IMPORTS}
 import os
+open("/proc/self/comm", "wb").write("disagg-推理服务器".encode()[:15])
 identity = IdentitySocket()
 print(identity.name, flush=True)
 sys.stdin.readline()
@@ -130,6 +131,8 @@ def test_a_program_that_executes_another_is_quiet_once_all_that_it_sent_was_read
     """The new program holds the old connections, and the one that nobody has accepted. Its own ones go on."""
     listening = listener(stack)
     port = listening.getsockname()[1]
+    unrelated = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    unrelated.bind(b"\0\xff" + os.urandom(8).hex().encode())  # names are bytes
     process = stack.enter_context(
         subprocess.Popen(
             [sys.executable, "-c", LEAVES, str(port), inheritance], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -402,6 +402,13 @@ class NoProof(Unfenced):
         return False
 
 
+class Unanswering(Unfenced):
+    """An `Unfenced` engine of a third party, which fails when it is asked after its end."""
+
+    def is_quiet_when_closed(self) -> bool:
+        raise ValueError("the table cannot be read")
+
+
 def test_peers_wait_while_too_few_descriptors_are_free() -> None:
     """An engine that cannot accept a peer may never accept another one."""
     ranks = [start_side(MODEL, Side(), name, num_layers=2, settings={}) for name in ("prefill-0", "decode-0")]
@@ -428,7 +435,7 @@ def test_peers_wait_while_too_few_descriptors_are_free() -> None:
             manager.close()
 
 
-@pytest.mark.parametrize(("backend", "proved"), [(Unfenced, True), (NoProof, False)])
+@pytest.mark.parametrize(("backend", "proved"), [(Unfenced, True), (NoProof, False), (Unanswering, False)])
 def test_closing_the_manager_releases_quarantined_rows_if_the_closed_engine_is_quiescent(backend: Any, proved: bool) -> None:
     """Rows of a lost writer stay quarantined, `health` reports too many of them, and `close` releases them."""
     settings = {"backend": backend, "limits": Limits(max_quarantined=0)}
