@@ -7,7 +7,7 @@
 |---|---|---|
 | every byte is copied | `DONE` | the kernel has returned |
 | a call fails, or copies less | `FAILED` | the same; a part may have been copied |
-| the peer's process has ended | `PeerUnreachable` at submit | another process may have its number |
+| the peer's process has ended, or executes another program | `PeerUnreachable` at submit | the memory is another's |
 | it has ended, or executes another program | `fence`: `QUIET` | only its threads copied for it |
 | it lives | `fence`: `UNKNOWN` | one of its threads may be copying to or from this process |
 | a copy with the peer is under way here | `fence`: `UNKNOWN` | another thread is inside `submit` |
@@ -63,8 +63,10 @@ class CmaPeer(AdapterPeer):
         self.num_copying = 0
 
     def refusal(self) -> str | None:
-        ended = f"is process {self.process.pid}, which has ended" if self.process.has_ended() else None
-        return super().refusal() or ended
+        left = (
+            f"is process {self.process.pid}, which has ended or executes another program" if self.process.has_left() else None
+        )
+        return super().refusal() or left
 
 
 class CmaDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,8 +135,8 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
                 "peer is in another namespace of process ids, or passes on an endpoint that is not its own"
             )
         self._neighbours.add(process)
-        if process.has_ended():
-            raise PeerUnreachable(f"backend 'cma': process {process.pid} has ended")
+        if process.has_left():
+            raise PeerUnreachable(f"backend 'cma': process {process.pid} has ended, or executes another program")
         if any(region.device != CPU for region in regions):
             raise PeerUnreachable("backend 'cma': the peer has memory on a GPU")
         if regions and (refusal := copy_refusal(process.pid, regions[0].address)) is not None:

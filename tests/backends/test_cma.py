@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 
@@ -74,6 +76,35 @@ def test_no_process_but_the_peers_own_is_written_to(stack: ExitStack) -> None:
     target.kill()
     with pytest.raises(PeerUnreachable, match="has ended"):
         backend.submit(peer, batch_of(arena, target.arena, WHOLE))
+
+
+EXECUTES = """
+import os, sys
+from disagg.machine.processes import IdentitySocket
+identity = IdentitySocket()
+print(identity.name, flush=True)
+sys.stdin.readline()
+os.execv(sys.executable, [sys.executable, "-c", "print('executed', flush=True); input()"])
+"""
+
+
+def test_no_program_but_the_peers_own_is_written_to(stack: ExitStack) -> None:
+    """One that the peer's process executes keeps the process and its number, and has other memory."""
+    backend, arena = opened(CmaBackend, BackendOptions(), stack)
+    command = [sys.executable, "-c", EXECUTES]
+    running = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    stack.callback(running.kill)
+    assert running.stdin is not None
+    assert running.stdout is not None
+    process = ProcessWatch.attest(running.stdout.readline().strip())
+    endpoint = encode_endpoint("cma", msgspec.msgpack.encode(CmaDescriptor(running.pid)), [])
+    peer = backend.connect(endpoint, process=process, epoch=1)
+    print("go on", file=running.stdin, flush=True)
+    assert running.stdout.readline() == "executed\n"
+    with pytest.raises(PeerUnreachable, match="executes another program"):
+        backend.submit(peer, batch_of(arena, arena, WHOLE))
+    with pytest.raises(PeerUnreachable, match="executes another program"):
+        backend.connect(endpoint, process=process, epoch=2)
 
 
 def test_an_endpoint_of_this_process_that_a_peer_passes_on_is_refused(stack: ExitStack) -> None:
