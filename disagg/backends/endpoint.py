@@ -18,6 +18,9 @@ from disagg.core.memory import Device, MemoryRegion, RemoteRegion
 _Bounded = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
+MAX_REGIONS = 1 << 16
+
+
 class _RegionRow(msgspec.Struct, frozen=True, array_like=True):
     address: _Bounded
     nbytes: _Bounded
@@ -29,7 +32,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     backend: str
     descriptor: bytes
-    regions: tuple[_RegionRow, ...]
+    regions: Annotated[tuple[_RegionRow, ...], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 _ENDPOINT = msgspec.msgpack.Decoder(Endpoint)
@@ -67,9 +70,13 @@ class RegionIndex:
 
     def require(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> None:
         """Raises `NotRegistered`, naming the first copy outside all regions."""
-        inside = self._native.count_held(addresses, nbytes)
+        inside = self.num_inside(addresses, nbytes)
         if inside < len(addresses):
             raise self._outside(addresses, nbytes, inside, side)
+
+    def num_inside(self, addresses: Addresses, nbytes: Addresses) -> int:
+        """How many copies precede the first that is outside all regions."""
+        return self._native.count_held(addresses, nbytes)
 
     def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.int64]:
         """Each copy's index in `regions`; raises as `require` does."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.backends.base import StagingShape
+from disagg.backends.endpoint import RegionIndex
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
 from disagg.core.thread_log import ThreadLog
@@ -189,7 +190,7 @@ class Loans:
     def __init__(self, slot_nbytes: int, first: int, regions: Sequence[RemoteRegion]) -> None:
         self.slot_nbytes = slot_nbytes
         self._first = self.seen = first
-        self._regions = regions
+        self._regions = RegionIndex(regions)
         self._lock = threading.Lock()
         self._free: dict[int, int] = {}
         self._used: set[int] = set()
@@ -238,12 +239,13 @@ class Loans:
         with self._lock:
             known = self._free.keys() | self._used
             new = {number: address for number, address in loans if number > self.seen}
-            for address in new.values():
-                stop = address + self.slot_nbytes
-                if not any(each.address <= address and stop <= each.address + each.nbytes for each in self._regions):
-                    raise RemoteProtocolError(
-                        f"loan: slot [{address:#x}, {stop:#x}) is in no region that the peer has registered"
-                    )
+            addresses = np.fromiter(new.values(), np.uint64, len(new))
+            inside = self._regions.num_inside(addresses, np.full(len(new), self.slot_nbytes, np.uint64))
+            if inside < len(new):
+                start = int(addresses[inside])
+                raise RemoteProtocolError(
+                    f"loan: slot [{start:#x}, {start + self.slot_nbytes:#x}) is in no region that the peer has registered"
+                )
             forgotten = tuple(number for number, _ in loans if self._first < number <= self.seen and number not in known)
             numbers = {number for number, _ in loans}
             self._used = {number for number in self._used if number in numbers or number > newest}

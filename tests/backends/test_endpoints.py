@@ -5,6 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from disagg.backends.endpoint import MAX_REGIONS, decode_endpoint, encode_endpoint
+from disagg.core.errors import RemoteProtocolError
+from disagg.core.memory import MemoryRegion
+
 FIRST = """
 import sys, threading
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
@@ -34,3 +40,11 @@ def test_several_threads_may_be_the_first_to_read_an_endpoint() -> None:
     for _ in range(3):
         ended = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60, check=False)
         assert (ended.returncode, ended.stdout) == (0, "read\n"), ended.stderr
+
+
+def test_an_endpoint_has_a_bounded_number_of_regions() -> None:
+    """Each costs memory and look-ups at the peer."""
+    region = MemoryRegion(4096, 64)
+    assert len(decode_endpoint("any", encode_endpoint("any", b"", [region] * MAX_REGIONS))[1]) == MAX_REGIONS
+    with pytest.raises(RemoteProtocolError, match=f"length <= {MAX_REGIONS}"):
+        decode_endpoint("any", encode_endpoint("any", b"", [region] * (MAX_REGIONS + 1)))

@@ -19,6 +19,8 @@ from disagg.core.errors import ConfigError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch, machine_identity
 
+MAX_ALLOCATIONS = 1 << 12
+
 
 class ExportedAllocation(msgspec.Struct, frozen=True, array_like=True):
     base: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -32,7 +34,7 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: str
     gpu: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     mappings: Annotated[str, msgspec.Meta(pattern="^disagg-[0-9a-f]{32}$")]
-    allocations: tuple[ExportedAllocation, ...]
+    allocations: Annotated[tuple[ExportedAllocation, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)]
 
     def allocation_of(self, region: MemoryRegion | RemoteRegion) -> ExportedAllocation:
         """Raises `RemoteProtocolError` for a region outside all allocations."""
