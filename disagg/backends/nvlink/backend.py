@@ -141,6 +141,8 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         with self._lock:
             self.check_open()
             engine = self._own_engine()
+            if self._mappings is not None:
+                self._mappings.holders()  # empties its backlog
             peer = NvlinkPeer(regions, epoch=epoch, descriptor=descriptor, process=process)
             try:
                 peer.neighbour = self._neighbours.meet(process, descriptor.gpu)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import select
 import socket
+import threading
 import time
 
 from disagg.machine.processes import pid_of
@@ -17,31 +18,35 @@ BACKLOG = 4096
 
 
 class Mappings:
-    """The owner's side. Peers connect to `address`."""
+    """The owner's side. Peers connect to `address`; the kernel keeps `BACKLOG` of them until `holders` is called.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self.address = f"disagg-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._listener.bind("\0" + self.address)
         self._listener.listen(BACKLOG)
+        self._lock = threading.Lock()
         self._held: list[tuple[socket.socket, int]] = []
         self.seen: set[int] = set()
         """Process ids of all mappings found so far; 0: another namespace's."""
 
     def holders(self) -> tuple[int, ...]:
-        self._accept()
-        ended = {id(connection) for connection, _ in self._held if _has_ended(connection)}
-        for connection, _ in self._held:
-            if id(connection) in ended:
-                connection.close()
-        self._held = [held for held in self._held if id(held[0]) not in ended]
-        return tuple(pid for _, pid in self._held)
+        with self._lock:
+            self._accept()
+            ended = {id(connection) for connection, _ in self._held if _has_ended(connection)}
+            for connection, _ in self._held:
+                if id(connection) in ended:
+                    connection.close()
+            self._held = [held for held in self._held if id(held[0]) not in ended]
+            return tuple(pid for _, pid in self._held)
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except BlockingIOError:
+            except OSError:  # none is left, or no descriptor
                 return
             pid = pid_of(connection)
             self._held.append((connection, pid))
