@@ -123,6 +123,8 @@ class SchedulerHalf:
         self._prefills: dict[str, Prefill] = {}
         self._shared: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
         """By prompt id, what all answers to the prompt return to the proxy."""
+        self._failed: dict[str, bool] = {}
+        """Requests that wait again because their load has failed, and whether vLLM has asked for them in its last step."""
         self._loading: dict[str, Transfer] = {}
         self._unplaced: Request | None = None
         """The last request that vLLM asked about in this step, until it has blocks."""
@@ -183,6 +185,8 @@ class SchedulerHalf:
         Windows and states are handed over as they are before the last prompt token. So prefill must not compute it, unless
         decode does not either (`first_token`).
         """
+        if not isinstance(request.kv_transfer_params, dict):  # vLLM would end if `vllm_xargs` has another value
+            request.kv_transfer_params = None
         params = request.kv_transfer_params or {}
         if "abort_request_id" in params:
             self._give_up(bytes.fromhex(params["abort_request_id"]))
@@ -321,6 +325,7 @@ class SchedulerHalf:
         req_id = request.request_id
         self._queue.remove(req_id)
         self._offered.pop(req_id, None)
+        self._failed.pop(req_id, None)
         move_id, told = self._moves.remove(request)
         prefill, partial = self._prefills.pop(req_id, None), self._partial.pop(req_id, ())
         if self._loading.pop(req_id, None) is not None:
@@ -398,7 +403,15 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """The tokens to load beyond `num_computed`, and whether between steps. `None`: ask again, since the adapter is still
         being read, or another answer loads the prompt into vLLM's cache.
+
+        A request whose load has failed stands before all others, and may need more blocks than it gave back: computing also
+        writes those before a window. If it does not fit, vLLM looks at no other, although these may hold the blocks. So it
+        steps aside in every other step.
         """
+        if (was_asked := self._failed.get(request.request_id)) is not None:
+            self._failed[request.request_id] = not was_asked
+            if was_asked:
+                return None, False
         if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False
         hand_off = self._unresolved(request)
@@ -415,6 +428,7 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Load, or decline. The workers report a load that cannot begin: vLLM would wait forever."""
         self._unplaced = None
+        self._failed.pop(request.request_id, None)
         hand_off, is_loaded = None, False
         with logged(f"request {request.request_id}: its load has failed"):
             hand_off = self._unresolved(request)
@@ -532,6 +546,7 @@ class SchedulerHalf:
         if isinstance(report, WorkerReport):
             self._leases.update(report.leases)
             self.keeper.end(report.ended)
+        self._failed.update(dict.fromkeys(output.failed_recving, False))
         for req_id in output.finished_recving or ():
             self._loading.pop(req_id, None)
             if self._leases[req_id] > 0 and req_id not in self._held:  # another connector's load may end later

@@ -8,7 +8,7 @@ import select
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,10 @@ from disagg.requests import Sender
 
 logger = logging.getLogger(__name__)
 
+HAND_OVER = (
+    "DisaggConnector", "MooncakeConnector", "MoRIIOConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector",
+)  # fmt: skip
+"""VLLM's classes of connectors that answer prefill's request with parameters for decode."""
 IDLE_WAIT_S = 0.003
 """How long an idle step waits for a transfer to end: vLLM steps without a pause while a request waits.
 
@@ -132,6 +136,8 @@ class WorkerHalf:
     def _start(
         self, components: Sequence[Component], topology: Topology, model: ModelId, leader: RankAddress | None
     ) -> RankAddress:
+        if isinstance(group := get_kv_transfer_group(), MultiConnector):
+            check_others(group.sub_connectors)
         replica = self._config.parallel_config.data_parallel_index
         listen = self._options.listen_on(rank=topology.rank, dp_rank=replica)
         to_join = None if leader is None else leader.address
@@ -139,7 +145,7 @@ class WorkerHalf:
         self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
         self._trusted = frozenset(settings["peer_keys"].values())
         keys = settings["keys"]
-        is_alone = not isinstance(get_kv_transfer_group(), MultiConnector)
+        is_alone = not isinstance(group, MultiConnector)
         self._is_written |= not is_alone
         return RankAddress(manager.name, manager.address, None if keys is None else keys.public, is_alone)
 
@@ -481,6 +487,15 @@ class WorkerHalf:
     def _running(self) -> KVManager:
         assert self._manager is not None, "register_kv_caches comes first"
         return self._manager
+
+
+def check_others(connectors: Iterable[object]) -> None:
+    """Raise `ConfigError` if another connector beside this one hands requests over: vLLM would end with the first one, since
+    both answer with the same keys.
+    """
+    found = [name for name in (type(each).__name__ for each in connectors) if name in HAND_OVER]
+    if len(found) > 1:
+        raise ConfigError(f"MultiConnector: expected one connector that hands requests over, found {', '.join(found)}")
 
 
 def _from_stages(own: Any) -> list[Any]:

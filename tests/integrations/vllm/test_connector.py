@@ -37,6 +37,7 @@ from disagg.core.errors import ConfigError
 from disagg.integrations.vllm.formats import Format, read_format
 from disagg.integrations.vllm.groups import check_engine, read_groups
 from disagg.integrations.vllm.metadata import HandOff, share_logging
+from disagg.integrations.vllm.worker import check_others
 from harness.servers import OURS, Server
 
 
@@ -56,6 +57,15 @@ def test_integers_that_a_protobuf_has_made_floats() -> None:
     assert (hand_off.remote_num_tokens, hand_off.remote_attempt) == (70, 1)
     with pytest.raises(ValueError, match="remote_num_tokens"):
         HandOff.of({**params, "remote_num_tokens": 70.5})
+
+
+@pytest.mark.parametrize("other", ["NixlPullConnector", "MooncakeConnector", "DisaggConnector"])
+def test_another_connector_that_hands_over_is_refused(other: str) -> None:
+    """Both would answer prefill's request with the same keys, over which vLLM ends."""
+    ours, stored, found = (type(name, (), {})() for name in ("DisaggConnector", "OffloadingConnector", other))
+    check_others([stored, ours])
+    with pytest.raises(ConfigError, match=f"expected one connector that hands requests over, found DisaggConnector, {other}"):
+        check_others([stored, ours, found])
 
 
 SLEEPING = """

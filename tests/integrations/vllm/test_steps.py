@@ -843,3 +843,42 @@ def test_an_answer_that_ends_at_the_longest_length_does_not_move(server: Start, 
         answers += decode.step()[2]
     (told,) = [each.kv_transfer_params for each in answers if each.request_id == stop.request_id]
     assert ("stopped" in told, "kept" in told) == (is_stopped, is_stopped)
+
+
+@pytest.mark.parametrize(("num_blocks", "lengths"), [(13, (97, 97)), (15, (130, 66))])
+@pytest.mark.parametrize("num_failed", [1, 2])
+def test_a_failed_load_that_does_not_fit_holds_up_no_other(
+    server: Start, num_blocks: int, lengths: tuple[int, int], num_failed: int
+) -> None:
+    """Computing takes blocks before the window, too, which a load leaves out. The other request holds them."""
+    decode = server(num_blocks, specs=(FULL, WINDOW), budget=64)
+    requests = [decode.add(length, handed_over(), text=text) for text, length in enumerate(lengths)]
+    names = [request.request_id for request in requests]
+    assert [load.req_id for load in decode.step()[0].loads] == names
+    decode.step(finished_recving=set(names), failed_recving=set(names[:num_failed]))
+    for _ in range(20):
+        decode.step()
+    assert all(request.is_finished() for request in requests)
+    decode.check_empty()
+
+
+def test_a_failed_load_whose_blocks_are_held_holds_up_no_other(server: Start) -> None:
+    decode = server(12, budget=64)
+    request = decode.add(200, handed_over())
+    name = request.request_id
+    decode.step()
+    held = WorkerReport(leases=Counter([name]))
+    decode.step(finished_recving={name}, failed_recving={name}, kv_connector_worker_meta=held)
+    decode.run(decode.add(20, {}, text=1))
+    assert request.status == RequestStatus.WAITING
+    decode.step(kv_connector_worker_meta=WorkerReport(leases=Counter({name: -1})))
+    decode.run(request)
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("wrong", ["text", ["a", "b"], 7, 1.5])
+def test_parameters_of_another_type_end_no_server(server: Start, wrong: Any) -> None:
+    """A client can send them as `vllm_xargs`."""
+    decode = server()
+    decode.run(decode.add(40, wrong))
+    decode.check_empty()
