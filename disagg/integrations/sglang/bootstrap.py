@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 import aiohttp
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.environ import envs
 
 from disagg.core.address import bracketed, dialable
 from disagg.core.errors import PeerUnreachable
@@ -83,6 +84,7 @@ class BootstrapServers:
         self._asked: dict[str, Future[Served]] = {}
         self._asked_ranks: dict[str, Future[dict[str, int]]] = {}
         self._questions: dict[str, Question] = {}
+        self._since: dict[str, dict[int, float]] = {}
         self._connector = aiohttp.TCPConnector(limit=0, loop=self._loop)  # keeps connections
         self._told: set[Future[None]] = set()
         self._wait_at = 0.0
@@ -119,8 +121,18 @@ class BootstrapServers:
 
     def room_ranks(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
         """The data-parallel ranks of rooms, as far as the server has told them. Ask in each step, for all rooms that are
-        still wanted. If the server fails `MAX_MISSES` times, each room gets `NO_RANK`.
+        still wanted. If the server fails `MAX_MISSES` times, each room gets `NO_RANK`, and so does one of which it has not
+        heard after SGLang's `SGLANG_DISAGGREGATION_WAITING_TIMEOUT`.
         """
+        found = self._room_ranks(server, rooms)
+        if server not in self._since and len(self._since) >= MAX_ASKED:
+            self._since.clear()
+        now, asked = time.monotonic(), self._since.get(server, {})
+        since = self._since[server] = {room: asked.get(room, now) for room in rooms}
+        begun = now - envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+        return {str(room): NO_RANK for room in rooms if since[room] < begun} | found
+
+    def _room_ranks(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
         answer = self._asked_ranks.get(server)
         if answer is None:
             if not self._may_ask(server, rooms):

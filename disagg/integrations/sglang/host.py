@@ -23,6 +23,10 @@ from disagg.integrations.sglang.identity import attention_layers, check_scales, 
 from disagg.integrations.sglang.pools import Drafts, Pools, has_numbers, read_facts
 from disagg.integrations.sglang.prompts import Prompt, prompt_of
 from disagg.layout.agreement import ModelId
+from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
+
+MAX_REST_NBYTES = 512
+"""Of a payload, beside SGLang's metadata."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +177,17 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
 
 
 def check_buffers(rows: Any) -> None:
-    """Raise `ConfigError` if SGLang's `MetadataBuffers` are not in host memory."""
+    """Raise `ConfigError` if SGLang's `MetadataBuffers` are not in host memory, or a row does not fit into a message."""
     device = rows.output_ids.device
     if device.type != "cpu":
         raise ConfigError(
             f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL: expected metadata buffers in host memory, found them on {device}; unset it"
+        )
+    nbytes, most = sum(rows.get_buf_infos()[2]), MAX_PAYLOAD_NBYTES - MAX_REST_NBYTES
+    if nbytes > most:
+        raise ConfigError(
+            f"metadata of a request: expected at most {most} bytes, found {nbytes}; lower --sampling-mask-max-tokens, or use a "
+            "draft model with fewer hidden states"
         )
 
 

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferErr
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.core import _native
-from disagg.core.address import parse_address
+from disagg.core.address import bracketed, parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
@@ -307,11 +307,34 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if to is None:
             return
         try:
-            self.transfers.decline(
-                request_id(receiver.bootstrap_room), peer=to.name, address=to.address, group=to.group, attempt=receiver.attempt
-            )
+            self._decline(receiver.bootstrap_room, to, receiver.attempt)
         except DisaggError as error:
             logger.warning("room %s: %s", receiver.bootstrap_room, error)
+
+    def _decline(self, room: int, to: Prefill, attempt: int) -> None:
+        self.transfers.decline(request_id(room), peer=to.name, address=to.address, group=to.group, attempt=attempt)
+
+    def refused(self, request: Any) -> None:
+        """Tell the other side of a request that ends before it has a sender or a receiver. Decode only knows whom to tell if
+        its bootstrap server has one data-parallel rank.
+        """
+        room, reason = request.bootstrap_room, getattr(request.finished_reason, "message", "the request was refused")
+        if self.rooms.is_taken(room):
+            return
+        try:
+            if self.disaggregation_mode == DisaggregationMode.PREFILL:
+                sender = self.transfers.sender(request_id(room), peer=None, attempt=None, deadline_s=None, tag=_nobody)
+                sender.abort(reason)
+                return
+            self.check_request(request)
+            host = bracketed(request.bootstrap_host.strip("[]"))
+            server = f"{host}:{request.bootstrap_port}"
+            served = self._served.get(server)
+            known = (named(server),) if served is None else tuple(served.prefills.values())
+            if len(known) == 1 and known[0] is not None:
+                self._decline(room, known[0], self.rooms.next_attempt(room))
+        except DisaggError as error:
+            logger.debug("room %r is refused, and nobody told: %s", room, error)
 
     def check_prefill(self, server: str) -> None:
         """Before a new request: have SGLang ask a bootstrap server again if an instance is not ready, since it may have been
@@ -342,6 +365,10 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self.bootstrap.ask(server, is_known=True)
             else:
                 self._misses.pop(server, None)
+
+
+def _nobody() -> None:
+    """The owner of a request that is refused."""
 
 
 _ONE_RANK: Mapping[str, Any] = {

@@ -50,6 +50,8 @@ def register() -> None:
         HookRegistry.register(f"{queues}.{queue}.__init__", _without_digests, HookType.AFTER)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", collect_created, HookType.BEFORE)
+    retire = "sglang.srt.managers.scheduler.Scheduler.retire_unadmitted_request"
+    HookRegistry.register(retire, _retire, HookType.AROUND)
     sending = f"{queues}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk"
     HookRegistry.register(sending, _send_cached, HookType.AROUND)
     HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.prefetch_prefill_dp_rank_queries", _prefetch, HookType.AROUND)
@@ -189,8 +191,20 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
         except LocalProtocolError as error:
             prepare_abort(request, str(error), status_code=HTTPStatus.BAD_REQUEST)
             queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
+            queue.kv_manager.refused(request)
             return True
-    return original(queue, request)
+    is_refused = original(queue, request)
+    if is_refused and queue.transfer_backend.value == NAME:
+        queue.kv_manager.refused(request)
+    return is_refused
+
+
+def _retire(original: Callable[[Any, Any], None], scheduler: Any, request: Any) -> None:
+    """SGLang has refused a request before it got to the queue."""
+    original(scheduler, request)
+    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
+    if queue is not None and queue.transfer_backend.value == NAME:
+        queue.kv_manager.refused(request)
 
 
 def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *given: Any, **named: Any) -> bool:

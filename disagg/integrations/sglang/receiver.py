@@ -130,6 +130,9 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         """
         if self.aux_index is not None:
             super().ensure_abort_notified(force_arm=force_arm)
+        self._decline()
+
+    def _decline(self) -> None:
         if self.handle is None and not self.declined:
             self.declined = True
             self.kv_mgr.decline(self)
@@ -141,6 +144,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
 
     def _clear(self) -> None:
         if self.kv_mgr.leave(self):
+            self._decline()
             super()._clear()
             if not self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr]:
                 del self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr]

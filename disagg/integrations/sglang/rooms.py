@@ -26,6 +26,9 @@ class Rooms:
         self._owners[key] = owner
         return key
 
+    def is_taken(self, room: Any) -> bool:
+        return room in self._owners
+
     def owns(self, key: int, owner: Any) -> bool:
         return self._owners.get(key) is owner
 

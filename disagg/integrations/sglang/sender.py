@@ -10,6 +10,7 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
+from disagg.core.address import bracketed
 from disagg.core.errors import DisaggError
 from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.manager import ENGINE, Owner
@@ -54,8 +55,10 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
             mgr.has_created = True
 
     def _register_prefill_dp_rank(self) -> None:
-        """SGLang would wait here for the server, which clients choose."""
-        self.kv_mgr.bootstrap.tell_rank(self.bootstrap_server_url, self.bootstrap_room, self.kv_mgr.attn_dp_rank)
+        """SGLang would wait here for the server, which clients choose. Their IPv6 addresses may have no brackets."""
+        host, _, port = self.bootstrap_server_url.rpartition(":")
+        server = f"{bracketed(host.strip('[]'))}:{port}"
+        self.kv_mgr.bootstrap.tell_rank(server, self.bootstrap_room, self.kv_mgr.attn_dp_rank)
 
     def look(self) -> None:
         """Go on to `WaitingForInput` once decode has reserved: then it is known which tokens it already has."""
