@@ -50,6 +50,10 @@ class Tombstones:
         found = self._by_instance.get(_instance(peer))
         return found.get((peer, key)) if found is not None else None
 
+    def drop(self, peer: str | PeerRank, key: RequestKey) -> None:
+        found = self._by_instance.get(_instance(peer), {})
+        self._count -= found.pop((peer, key), None) is not None
+
     def forget(self, instance: str) -> None:
         self._count -= len(self._by_instance.pop(instance, ()))
 
