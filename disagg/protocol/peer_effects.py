@@ -134,11 +134,15 @@ class Unanswered(NamedTuple):
     address: str
 
 
-class LeaderRefused(NamedTuple):
-    """Effect: this rank cannot join its leader before one of them restarts."""
+class Refused(NamedTuple):
+    """Effect: a peer, or this rank's leader, cannot be used before one of both is changed. Unless `final`, it may only not
+    know this rank yet.
+    """
 
+    instance: str
     address: str
     problem: str
+    final: bool
 
 
 class Ready(NamedTuple):
@@ -161,4 +165,4 @@ class Lost(NamedTuple):
     expected: bool = False
 
 
-PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | LeaderRefused | Probe | Ready | Lost | Forgotten
+PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Refused | Probe | Ready | Lost | Forgotten

@@ -22,10 +22,10 @@ from disagg.protocol.peer_effects import (
     ConnectionLimits,
     Forgotten,
     Identity,
-    LeaderRefused,
     PeerEffect,
     Probe,
     Ready,
+    Refused,
     ReplyOn,
     SendHello,
     SendTo,
@@ -419,10 +419,9 @@ class PeerTable:
         """Say hello again much later, since a change at the peer brings its own hello. If that has already come, or never
         will (a leader sends none to its own ranks), say it soon, unless the reason is final.
         """
+        self.effects.append(Refused(link.instance, link.address, problem, final))
         if final:
             link.reject(problem, now + self._limits.refused_retry_s)
-            if link.instance == self.identity.instance:
-                self.effects.append(LeaderRefused(link.address, problem))
             return
         is_overtaken = link.heard or link.instance == self.identity.instance
         link.defer(problem, now + (self._limits.hello_retry_s if is_overtaken else self._limits.refused_retry_s))

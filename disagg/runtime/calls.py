@@ -79,7 +79,7 @@ def open_receiver(
         idle = agreement.idle_writers(local, group)
         runtime.sessions.decline(key, peer=peer, nonce=nonce, source_group=group, ranks=idle)
         if ready is not None:
-            runtime.dispatch.not_ready.append((session, ready))
+            runtime.transfers.not_ready.append((session, ready))
         return session
 
     def decline_unopened(_: Event) -> None:

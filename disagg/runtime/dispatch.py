@@ -1,4 +1,4 @@
-"""Passes arrivals to the protocol and carries out its effects. Only the control thread calls this."""
+"""Passes arrivals to the protocol and carries out effects on peers. Only the control thread calls this."""
 
 from __future__ import annotations
 
@@ -6,113 +6,72 @@ import functools
 import time
 from collections.abc import Callable
 
-from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError, RequestAborted
-from disagg.core.events import ReadyEvent
-from disagg.core.leases import quarantine, release
+from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
-from disagg.core.timeline import TransferPhases
 from disagg.machine.descriptors import shortage, too_many_ranks
-from disagg.protocol.messages import (
-    Borrow,
-    Complete,
-    Message,
-    Reject,
-    Reserve,
-    SlotsFilled,
-    Welcome,
-    Writing,
-    decode,
-    encode,
-)
+from disagg.protocol.messages import Message, Reject, Welcome, Writing, decode, encode
 from disagg.protocol.peer_effects import (
     Connect,
     Disconnect,
     Forgotten,
-    LeaderRefused,
     Lost,
     PeerEffect,
     Probe,
     Ready,
+    Refused,
     ReplyOn,
     SendHello,
     SendTo,
     Unanswered,
 )
 from disagg.protocol.peers import PeerTable
-from disagg.protocol.receive_session import ReceiveSession
-from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import (
-    CancelTransfers,
-    Effect,
-    Event,
-    PeerRank,
-    QuarantineLease,
-    ReleaseLease,
-    ReturnLoans,
-    SendMessage,
-    StartTransfer,
-    StartVerify,
-    TakeLoans,
-    UnpackSlot,
-    key_of,
-)
+from disagg.protocol.types import PeerRank
 from disagg.runtime.connections import Connections
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.probes import Probes
-from disagg.runtime.request_table import RequestTable
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
-from disagg.runtime.verification import Verification
 from disagg.runtime.wire import Arrival, Closed, Reply, Wire
-from disagg.transfer.worker import TransferWorker
 
 logger = ThreadLog(__name__)
 
-NOT_CONFIGURED_S = 3.0
-"""The log reports a peer that is not configured here after this time: the two sides are seldom configured at once."""
+NOT_CONFIGURED_S, REFUSED_S = 3.0, 15.0
+"""The log reports a peer that is not configured here, and one that does not know this rank, if that lasts so long: the two
+sides are seldom configured at once.
+"""
 SHORTAGE_S = 0.1
 """How long a shortage of descriptors is taken to last."""
 
 
 class Dispatch:
+    """`command` hands a call over to the control thread."""
+
     def __init__(
         self,
         *,
         channel: Wire,
         peers: PeerTable,
         handshake: Handshake,
-        sessions: Sessions,
         connections: Connections,
-        resolver: Resolver,
-        probes: Probes,
         transfers: Transfers,
-        worker: TransferWorker,
-        verification: Verification,
-        requests: RequestTable,
+        command: Callable[[Callable[[float], None]], None],
         on_peer_changed: Callable[[str], None],
         on_forgotten: Callable[[str, str], None],
     ) -> None:
         self.channel = channel
         self._peers = peers
         self._handshake = handshake
-        self._sessions = sessions
         self._connections = connections
-        self._resolver = resolver
+        self._resolver = Resolver(command, name=str(handshake.me))
         self._dials: dict[int, str] = {}  # the resolved address of each connection, empty until then
-        self._probes = probes
-        self._transfers = transfers
-        self._worker = worker
-        self._verification = verification
-        self._requests = requests
+        self.probes = Probes(peers.on_gone)
+        self.transfers = transfers
         self._on_peer_changed = on_peer_changed
         self._on_forgotten = on_forgotten
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self._short, self._short_until = "", 0.0
         self._has_warned_of_limit = False
-        self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
-        """Receives whose rows wait for their event."""
-        self._ended: list[Event] = []
         self.num_refused_messages = self.num_rejected_hellos = 0
 
     # -- in ----------------------------------------------------------------------------------------------------------
@@ -138,7 +97,7 @@ class Dispatch:
             if isinstance(message, Writing):
                 self._handshake.written_by(peer, message)
                 return False
-            self._take_request_message(peer, message, now)
+            self.transfers.on_message(peer, message, now)
         except RemoteProtocolError as error:
             self._refuse(error)
             return False
@@ -146,32 +105,6 @@ class Dispatch:
             logger.exception("%s: fault in a message of %d bytes", self._handshake.me, len(arrived.data))
             return False
         return True
-
-    def _take_request_message(self, peer: PeerRank, message: Message, now: float) -> None:
-        if isinstance(message, SlotsFilled | Borrow) and self._handshake.rank(peer) is None:
-            return  # no loss would end a loan before the engine is connected; the writer sends the message again
-        if isinstance(message, Complete):
-            session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
-            if session is not None:
-                self._requests.moments_of(session).land(time.monotonic(), TransferPhases(*message.took))
-        self._sessions.on_message(peer, message, now)
-
-    def take_ready(self, now: float) -> None:
-        waiting, self.not_ready = self.not_ready, []
-        for session, ready in waiting:
-            if session.error is not None:
-                continue
-            try:
-                passed = bool(ready.query())
-            except BaseException as error:  # of the server's event, which may raise SystemExit
-                logger.exception("%s: the event of a receiver's rows", self._handshake.me)
-                what = f"the event of the rows failed: {type(error).__name__}: {error}"
-                self._sessions.receives.abort(session, RequestAborted(what), now)
-                continue
-            if passed:
-                self._sessions.receives.ready(session, now)
-            else:
-                self.not_ready.append((session, ready))
 
     def _refuse(self, error: RemoteProtocolError) -> None:
         self.num_refused_messages += 1
@@ -182,16 +115,9 @@ class Dispatch:
     def carry_out(self, now: float) -> None:
         """Requests end last: that may yield the GIL."""
         self.carry_out_peers(now)
-        self._carry_out_sessions(now)
-        for report in self._worker.take_reports():
-            self._transfers.take(report, now)
-        self._sessions.flush(now)
-        self._carry_out_sessions(now)
+        self.transfers.carry_out(self.send, now)
         self.channel.flush()
-        self._transfers.count_settled()
-        if self._ended:
-            ended, self._ended = self._ended, []
-            self._requests.end(ended)
+        self.transfers.finish()
 
     def carry_out_peers(self, now: float) -> None:
         while self._peers.effects:
@@ -208,7 +134,7 @@ class Dispatch:
                 self._resolver.resolve(address, functools.partial(self._connect, dial, address, public_key))
             case Disconnect(dial):
                 self._dials.pop(dial, None)
-                self._probes.close(dial)
+                self.probes.close(dial)
                 self.channel.disconnect(dial)
             case SendHello(dial) as sent:
                 leader, to = self._peers.leader_address, self._peers.expected_at(dial)
@@ -224,16 +150,18 @@ class Dispatch:
                 self.channel.reply(connection, encode(message))
             case Unanswered(instance, address):
                 logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
-            case LeaderRefused(address, problem):
-                self._warnings.warning("%s: its leader at %s refused it: %s", self._handshake.me, address, problem)
+            case Refused(instance, address, problem, final):
+                me, after_s = self._handshake.me, 0.0 if final else REFUSED_S
+                who = "its leader" if instance == me.instance else f"peer {instance!r}"
+                self._warnings.warning("%s: %s at %s cannot be used: %s", me, who, address, problem, after_s=after_s)
             case Probe(dial):
                 if resolved := self._dials.get(dial):
-                    self._probes.begin(dial, resolved, now)
+                    self.probes.begin(dial, resolved, now)
             case Ready() as ready:
                 self._connections.connect(ready)
             case Lost() as lost:
                 self._connections.lose(lost, now)
-                self._transfers.lost(lost.peer, lost.cause, now)
+                self.transfers.lost(lost.peer, lost.cause, now)
                 self._on_peer_changed(lost.peer.instance)
             case Forgotten(instance, cause):
                 self._on_forgotten(instance, cause)
@@ -270,49 +198,6 @@ class Dispatch:
             self._short, self._short_until = shortage(), now + SHORTAGE_S
         return self._short
 
-    def _carry_out_sessions(self, now: float) -> None:
-        effects = self._sessions.effects
-        while effects:
-            effect = effects.popleft()
-            try:
-                self._carry_out_session(effect, now)
-            except BaseException:  # concerns one request, which its deadline ends
-                logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
-
-    def _carry_out_session(self, effect: Effect, now: float) -> None:
-        match effect:
-            case SendMessage(peer, message):
-                if isinstance(message, Reserve):
-                    self._transfers.lend_ahead(peer)
-                self.send(peer, message)
-            case StartTransfer() as start:
-                self._transfers.start(start, now)
-            case CancelTransfers() as cancelled:
-                self._transfers.cancel(cancelled, now)
-            case UnpackSlot() as slot:
-                self._transfers.unpack(slot, now)
-            case TakeLoans() as lent:
-                self._transfers.take_loans(lent, now)
-            case ReturnLoans() as returned:
-                self._transfers.return_loans(returned, now)
-            case StartVerify() as verify:
-                self._verification.verify(verify)
-            case ReleaseLease(lease):
-                release(lease)
-            case QuarantineLease(lease, reason):
-                quarantine(lease, reason)
-            case Event() as event:
-                self._ended.append(event)
-
-    def carry_out_leases(self) -> None:
-        """The control thread ends, but what was proved stays true."""
-        for effect in self._sessions.effects:
-            match effect:
-                case ReleaseLease(lease):
-                    release(lease)
-                case QuarantineLease(lease, reason):
-                    quarantine(lease, reason)
-
     def announce(self, peer: PeerRank) -> None:
         """Tell a peer by which engine this rank writes to it, if there are several."""
         if (writing := self._handshake.writing(peer)) is not None:
@@ -329,3 +214,7 @@ class Dispatch:
             logger.exception("%s: a %s for %s could not be encoded", self._handshake.me, type(message).__name__, peer)
             return
         self.channel.send(link.dial, data)
+
+    def close(self) -> None:
+        self._resolver.close()
+        self.probes.close_all()

@@ -128,7 +128,7 @@ class Loop:
             logger.exception("%s: the control thread died", self._name)
             self.problem = self.problem or f"the control thread died: {type(error).__name__}: {error}"
             self.over = True
-            self._dispatch.carry_out_leases()
+            self._dispatch.transfers.carry_out_leases()
             self._on_death(self.problem)
 
     def _check_threads(self) -> None:
@@ -142,12 +142,12 @@ class Loop:
             self._awake_until = max(self._awake_until, now + self._spin_s)
         elif not arrived and now < self._awake_until and now < self._next_due():
             self._busy_poll(min(self._awake_until, self._next_due()) - now)
-            if not self._dispatch.not_ready:
+            if not self._dispatch.transfers.not_ready:
                 return
             now = time.monotonic()
         self._commands.run_all(now)
-        if self._dispatch.not_ready:
-            self._dispatch.take_ready(now)
+        if self._dispatch.transfers.not_ready:
+            self._dispatch.transfers.take_ready(now)
         self._dispatch.carry_out(now)
         self._run_timers(now)
 
@@ -185,7 +185,7 @@ class Loop:
         completions, all_native = self._worker.completions()
         if not all_native:
             seconds = min(seconds, BUSY_POLL_S)
-        elif self._dispatch.not_ready:
+        elif self._dispatch.transfers.not_ready:
             seconds = min(seconds, READY_POLL_S)
         self.channel.busy_poll(seconds, completions)
         if self._worker.step():
@@ -196,7 +196,7 @@ class Loop:
         if self._commands.pending or self._worker.has_reports or now < self._awake_until:
             return 0.0
         idle_s = self._next_due() - now
-        return min(idle_s, READY_POLL_S) if self._dispatch.not_ready else idle_s
+        return min(idle_s, READY_POLL_S) if self._dispatch.transfers.not_ready else idle_s
 
     def _next_due(self) -> float:
         if not self._due_known:

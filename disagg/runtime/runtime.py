@@ -38,9 +38,7 @@ from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.openings import Openings, OpenSession
 from disagg.runtime.peer_processes import PeerProcesses
-from disagg.runtime.probes import Probes
 from disagg.runtime.request_table import RequestTable
-from disagg.runtime.resolver import Resolver
 from disagg.runtime.tracing import Tracing
 from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
@@ -209,20 +207,13 @@ class Runtime:
             command=self.commands.put,
             on_connected=self._on_connected,
         )
-        self._resolver = Resolver(self.commands.put, name=name)
-        self._probes = Probes(self.peers.on_gone)
         self.dispatch = Dispatch(
             channel=self.channel,
             peers=self.peers,
             handshake=self.handshake,
-            sessions=self.sessions,
             connections=self.connections,
-            resolver=self._resolver,
-            probes=self._probes,
             transfers=self.transfers,
-            worker=self.worker,
-            verification=self.verification,
-            requests=self.requests,
+            command=self.commands.put,
             on_peer_changed=self._on_peer_changed,
             on_forgotten=self._on_forgotten,
         )
@@ -243,7 +234,7 @@ class Runtime:
             channel=self.channel,
             commands=self.commands,
             dispatch=self.dispatch,
-            timed=(self._probes, self.peers, self.sessions, self.connections, self.openings),
+            timed=(self.dispatch.probes, self.peers, self.sessions, self.connections, self.openings),
             worker=self.worker,
             spin_s=self.spin_s,
             on_death=self._on_death,
@@ -272,8 +263,7 @@ class Runtime:
     def _close(self) -> None:
         self.commands.put(lambda _: self.peers.close("the manager was closed"))
         self.loop.stop()
-        self._resolver.close()
-        self._probes.close_all()
+        self.dispatch.close()
         self.connections.join(JOIN_TIMEOUT_S)
         self.worker.stop(JOIN_TIMEOUT_S)
         self.verification.worker.stop(JOIN_TIMEOUT_S)
@@ -317,7 +307,7 @@ class Runtime:
         return {
             "commands": len(self.commands.pending),
             "transfers": self.worker.depth,
-            "rows_not_ready": len(self.dispatch.not_ready),
+            "rows_not_ready": len(self.transfers.not_ready),
             "parked_reserves": len(self.sessions.sends.parked),
             "waiting_for_peers": len(self.openings),
             "early_transfers": self.transfers.num_unconnected,

@@ -1,4 +1,6 @@
-"""Effects of the protocol become jobs of the transfer worker, and its reports calls of the protocol."""
+"""Messages about requests, and reports of the transfer worker, become calls of the protocol; its effects become jobs of the
+worker, messages, and ends of leases.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,30 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from disagg.core.errors import RemoteProtocolError
-from disagg.protocol.messages import Filled
+from disagg.core.errors import RemoteProtocolError, RequestAborted
+from disagg.core.events import ReadyEvent
+from disagg.core.leases import quarantine, release
+from disagg.core.thread_log import ThreadLog
+from disagg.core.timeline import TransferPhases
+from disagg.protocol.messages import Borrow, Complete, Filled, Message, Reserve, SlotsFilled
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import (
     CancelTransfers,
+    Effect,
+    Event,
     PeerRank,
+    QuarantineLease,
+    ReleaseLease,
     ReturnLoans,
+    SendMessage,
     StartTransfer,
+    StartVerify,
     TakeLoans,
     Ticket,
     UnpackSlot,
+    key_of,
 )
 from disagg.runtime.accounting import Stats
 from disagg.runtime.handshake import Handshake
@@ -31,6 +44,8 @@ from disagg.runtime.verification import Verification
 from disagg.transfer.jobs import Job, Report, Settled, SlotFilled, SlotsWanted, Unpack, Unpacked
 from disagg.transfer.staging import Loans
 from disagg.transfer.worker import TransferWorker
+
+logger = ThreadLog(__name__)
 
 MAX_STREAMS = 256
 """Streams kept for one request; an earlier one is bound again if another slot of it comes."""
@@ -59,15 +74,93 @@ class Transfers:
         self._stats = stats
         self._pack_below = pack_below
         self._on_unreachable = on_unreachable
+        self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
+        """Receives whose rows wait for their event."""
         self._settled: list[tuple[Settled, SendSession | None]] = []
+        self._ended: list[Event] = []
 
     @property
     def num_unconnected(self) -> int:
         return sum(len(starts) for _, peer in self._handshake.peers() for starts in tuple(peer.waiting.values()))
 
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
+        if isinstance(message, SlotsFilled | Borrow) and self._handshake.rank(peer) is None:
+            return  # no loss would end a loan before the engine is connected; the writer sends the message again
+        if isinstance(message, Complete):
+            session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
+            if session is not None:
+                self._requests.moments_of(session).land(time.monotonic(), TransferPhases(*message.took))
+        self._sessions.on_message(peer, message, now)
+
+    def take_ready(self, now: float) -> None:
+        waiting, self.not_ready = self.not_ready, []
+        for session, ready in waiting:
+            if session.error is not None:
+                continue
+            try:
+                passed = bool(ready.query())
+            except BaseException as error:  # of the server's event, which may raise SystemExit
+                logger.exception("%s: the event of a receiver's rows", self._handshake.me)
+                what = f"the event of the rows failed: {type(error).__name__}: {error}"
+                self._sessions.receives.abort(session, RequestAborted(what), now)
+                continue
+            if passed:
+                self._sessions.receives.ready(session, now)
+            else:
+                self.not_ready.append((session, ready))
+
     # -- effects -----------------------------------------------------------------------------------------------------
 
-    def start(self, start: StartTransfer, now: float) -> None:
+    def carry_out(self, send: Callable[[PeerRank, Message], None], now: float) -> None:
+        """Also the effects of the worker's reports."""
+        self._carry_out_all(send, now)
+        for report in self._worker.take_reports():
+            self._take(report, now)
+        self._sessions.flush(now)
+        self._carry_out_all(send, now)
+
+    def _carry_out_all(self, send: Callable[[PeerRank, Message], None], now: float) -> None:
+        effects = self._sessions.effects
+        while effects:
+            effect = effects.popleft()
+            try:
+                self._carry_out(effect, send, now)
+            except BaseException:  # concerns one request, which its deadline ends
+                logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
+
+    def _carry_out(self, effect: Effect, send: Callable[[PeerRank, Message], None], now: float) -> None:
+        match effect:
+            case SendMessage(peer, message):
+                if isinstance(message, Reserve):
+                    self._lend_ahead(peer)
+                send(peer, message)
+            case StartTransfer():
+                self._start(effect, now)
+            case CancelTransfers():
+                self._cancel(effect, now)
+            case UnpackSlot():
+                self._unpack(effect, now)
+            case TakeLoans():
+                self._take_loans(effect, now)
+            case ReturnLoans():  # no request is open towards the peer
+                if (loans := self._loans_of(effect.peer)) is not None:
+                    self._sessions.borrower.give_back(effect.peer, loans, now)
+            case StartVerify():
+                self._verification.verify(effect)
+            case ReleaseLease() | QuarantineLease():
+                _end_lease(effect)
+            case Event():
+                self._ended.append(effect)
+
+    def carry_out_leases(self) -> None:
+        """The control thread ends, but what was proved stays true."""
+        for effect in self._sessions.effects:
+            if isinstance(effect, ReleaseLease | QuarantineLease):
+                _end_lease(effect)
+
+    def _start(self, start: StartTransfer, now: float) -> None:
         """Submit a transfer, or keep it until its rank is connected. It fails if the reserving process has ended."""
         ticket = start.ticket
         session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
@@ -99,7 +192,7 @@ class Transfers:
         self._worker.submit(job)
         self._verification.start(rank, start)
 
-    def unpack(self, slot: UnpackSlot, now: float) -> None:
+    def _unpack(self, slot: UnpackSlot, now: float) -> None:
         session: ReceiveSession = slot.session
         rank = self._handshake.rank(slot.peer)
         if rank is None:
@@ -115,13 +208,13 @@ class Transfers:
                 del session.streams[next(iter(session.streams))]
         self._worker.unpack([Unpack(slot, session.streams[key], slot.address, filled.offset, filled.nbytes)])
 
-    def lend_ahead(self, peer: PeerRank) -> None:
+    def _lend_ahead(self, peer: PeerRank) -> None:
         """Lend the slots that a writer will want first, so that it need not ask."""
         rank = self._handshake.rank(peer)
         if rank is not None and (rank.has_small or not self._handshake.is_direct(peer, rank.epoch)):
             self._sessions.lender.ahead(peer)
 
-    def take_loans(self, effect: TakeLoans, now: float) -> None:
+    def _take_loans(self, effect: TakeLoans, now: float) -> None:
         loans = self._loans_of(effect.peer)
         if loans is None:
             return
@@ -129,12 +222,6 @@ class Transfers:
             self._sessions.take_loans(effect, loans, now)
         except RemoteProtocolError as error:
             self._on_unreachable(effect.peer, str(error), now)
-
-    def return_loans(self, effect: ReturnLoans, now: float) -> None:
-        """No request is open towards the peer."""
-        loans = self._loans_of(effect.peer)
-        if loans is not None:
-            self._sessions.borrower.give_back(effect.peer, loans, now)
 
     def _loans_of(self, peer: PeerRank) -> Loans | None:
         rank = self._handshake.rank(peer)
@@ -144,9 +231,9 @@ class Transfers:
 
     def connected(self, peer: PeerRank, now: float) -> None:
         for start in self._take_waiting(peer):
-            self.start(start, now)
+            self._start(start, now)
 
-    def cancel(self, cancelled: CancelTransfers, now: float) -> None:
+    def _cancel(self, cancelled: CancelTransfers, now: float) -> None:
         """End the transfers that wait for a connection; for the others the worker asks `Job.cancelled`."""
         for start in self._handshake.peer(cancelled.peer).waiting.pop(cancelled.key, ()):
             self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
@@ -167,7 +254,7 @@ class Transfers:
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def take(self, report: Report, now: float) -> None:
+    def _take(self, report: Report, now: float) -> None:
         if isinstance(report, Unpacked):
             self._take_unpacked(report, now)
             return
@@ -206,11 +293,21 @@ class Transfers:
             ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, took=took
         )
 
-    def count_settled(self) -> None:
-        """Called last, so that it delays no message."""
+    def finish(self) -> None:
+        """Count what has settled, and end requests. Called last: it delays no message, and may yield the GIL."""
         for report, session in self._settled:
             self._stats.add(report)
             if session is not None:
                 moments = self._requests.moments_of(session)
                 moments.land(report.ended_at, report.phases, nbytes=report.written, pieces=report.pieces)
         self._settled.clear()
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._requests.end(ended)
+
+
+def _end_lease(effect: ReleaseLease | QuarantineLease) -> None:
+    if isinstance(effect, ReleaseLease):
+        release(effect.lease)
+    else:
+        quarantine(effect.lease, effect.reason)

@@ -20,8 +20,8 @@ from disagg.protocol.peer_effects import (
     Connect,
     Disconnect,
     Forgotten,
-    LeaderRefused,
     Lost,
+    Refused,
     SendHello,
     SendTo,
 )
@@ -150,8 +150,8 @@ def test_a_rank_that_its_leader_refuses_for_good_tells_its_owner(final: bool) ->
     table.tick(0.0)
     take_effects(table)
     reply(table, LEADER, Reject(field="hello", reason="another topology", final=final), 0.0)
-    told = [effect for effect in take_effects(table) if isinstance(effect, LeaderRefused)]
-    assert told == ([LeaderRefused(LEADER, "another topology")] if final else [])
+    told = [effect for effect in take_effects(table) if isinstance(effect, Refused)]
+    assert told == [Refused("prefill-0", LEADER, "another topology", final)]
     assert table.leader_problem == f"{LEADER}: another topology"
 
 
