@@ -159,7 +159,7 @@ def read_keys(path: str | Path) -> KeyPair:
     the file.
     """
     try:
-        found = tomllib.loads(Path(path).read_text())
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         public, secret = found["public"], found["secret"]
         return KeyPair(parse_key(public, what=f"keys {path}: public key"), parse_key(secret, what=f"keys {path}: secret key"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, AttributeError) as error:

@@ -160,7 +160,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path}: {error}") from error
 
@@ -210,4 +210,5 @@ def expected_of(setting: Setting, error: msgspec.ValidationError | None = None) 
     if not said.startswith("Expected "):
         return getattr(setting.base, "__name__", str(setting.base))
     said = said.removeprefix("Expected ").partition(", got")[0].replace("`", "").replace(" | null", "")
+    said = {"object": "a table", "bool": "true or false"}.get(said, said)
     return said + (" as every value" if place.strip("`$") else "")

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.numbers import MAX_SECONDS, Number
 from disagg.core.errors import ConfigError
 
 EPILOG = """\b
@@ -182,9 +183,9 @@ def shown(urls: Sequence[str], before: Sequence[Sample | None], now: Sequence[Sa
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.argument("urls", metavar="URL...", nargs=-1, required=True)
-@click.option("--interval", default=2.0, type=click.FloatRange(min=0.1), metavar="SECONDS", help="Time between two readings.")
+@click.option("--interval", default=2.0, type=Number(0.1, MAX_SECONDS), metavar="SECONDS", help="Time between two readings.")
 @click.option(
-    "--timeout", default=2.0, type=click.FloatRange(min=0.1), metavar="SECONDS", help="How long a rank may take to answer."
+    "--timeout", default=2.0, type=Number(0.1, MAX_SECONDS), metavar="SECONDS", help="How long a rank may take to answer."
 )
 @click.option("--once", is_flag=True, help="Read twice, print one table, and exit with status 1 if a rank is dead or silent.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")

@@ -18,7 +18,7 @@ from disagg.core.thread_log import ThreadLog
 from disagg.core.timeline import Timeline, TransferPhases
 from disagg.layout.tables import Axis, ComponentLayout
 from disagg.protocol.messages import TokenRange
-from disagg.protocol.receive_session import ReceiveSession, WriterState
+from disagg.protocol.receive_session import ReceiveSession, ReceiveState, WriterState
 from disagg.protocol.send_session import SendSession, SendState
 from disagg.runtime.metrics import Metrics
 from disagg.transfer.jobs import Settled
@@ -204,10 +204,12 @@ def states(
     """By direction and state. A send is as far as its least advanced destination; a receive whose peer is not ready is
     `unopened`.
     """
-    counts = Counter(("receive", session.state.value) for session in receives)
+    counts = Counter({("receive", state.value): 0 for state in ReceiveState})
+    counts.update({("send", state.value): 0 for state in SendState})
+    counts.update(("receive", session.state.value) for session in receives)
     counts.update(("send", _send_state(session).value) for session in sends)
     counts["receive", "unopened"] += num_unopened
-    return +counts
+    return dict(counts)
 
 
 _ORDER = {state: number for number, state in enumerate(SendState)}

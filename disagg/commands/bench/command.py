@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 import sys
 import time
 import typing
@@ -23,7 +24,7 @@ from disagg.commands.bench import compare as comparing
 from disagg.commands.bench.driver import run
 from disagg.commands.bench.environment import Environment, cautions
 from disagg.commands.bench.fleet import Progress
-from disagg.commands.bench.report import Row
+from disagg.commands.bench.report import Row, title
 from disagg.commands.bench.results import Files, Results, print_rows, results_to
 from disagg.commands.bench.timelines import CaseRun, RankRun
 from disagg.commands.cases import options
@@ -32,6 +33,7 @@ from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.numbers import MAX_SECONDS, Number
 from disagg.core.errors import ConfigError
 
 EPILOG = """\b
@@ -89,11 +91,11 @@ def run_cases(
     """The last run of each case is added to `runs`."""
     with progress_to(console or Console(stderr=True)) as progress:
         for number, case in enumerate(cases, 1):
-            what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
+            what = f"case {number} of {len(cases)}, {title(case)}: "
             last: deque[Sequence[RankRun]] = deque(maxlen=1)
             row = run(case, lambda text, what=what: progress(what + text), connect=connect, observe=last.append)  # type: ignore[misc]
             if runs is not None:
-                runs.append((f"{case.backend}: {case.prefill} -> {case.decode}", last.pop()))
+                runs.append((title(case), last.pop()))
             yield row
 
 
@@ -180,6 +182,9 @@ def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connec
         raise ConfigError("pack-below: running ranks keep the threshold they were started with; omit it with --connect")
     if connect and settings["devices"]:
         raise ConfigError("device-nic: running ranks keep the NICs they were started with; omit it with --connect")
+    for name, unset in (("verify", "off"), ("transport", "auto"), ("device", "cpu")) if connect else ():
+        if settings[name] != unset:
+            raise ConfigError(f"{name}: running ranks keep what they were started with; omit it with --connect")
 
 
 def check_latency(settings: Mapping[str, Any]) -> None:
@@ -236,7 +241,7 @@ def exit_status(rows: Sequence[Row]) -> int:
     default="together",
     help="When requests arrive: as soon as the concurrency allows, at random, or 8 at a time at random.",
 )
-@click.option("--rate", "per_s", type=click.FloatRange(0, min_open=True), help="Requests per second, over the whole run.")
+@click.option("--rate", "per_s", type=Number(0, min_open=True), help="Requests per second, over the whole run.")
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -273,7 +278,7 @@ def exit_status(rows: Sequence[Row]) -> int:
 @click.option(
     "--duration",
     "duration_s",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, MAX_SECONDS, min_open=True),
     metavar="SECONDS",
     help="Measure each case for this long, instead of --repeat.",
 )
@@ -287,7 +292,7 @@ def exit_status(rows: Sequence[Row]) -> int:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(1),
+    type=Number(1, MAX_SECONDS),
     default=120.0,
     help="Seconds that each step may take: the start of the ranks, their connection, each run, and their end.",
 )
@@ -306,7 +311,7 @@ def exit_status(rows: Sequence[Row]) -> int:
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=0.1,
     help="With --compare: the share by which a case may be worse.",
 )
@@ -346,10 +351,13 @@ def bench(
     is 0 if every byte of every case is correct, 1 if one is not or a case fails, 2 for invalid options, and 3 if all
     bytes are correct, but ranks did not end by themselves.
     """
+    files = Files(json_file, plot_file, html_file, timeline_file, csv_file)
     if compare is not None:
+        if any(files):
+            raise ConfigError("compare: expected no file to write, which is for a run")
         sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
     logging.basicConfig(level=logging.ERROR)
-    files = Files(json_file, plot_file, html_file, timeline_file, csv_file)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the rows so far
     files.check()
     with results_to(files) as results:
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)

@@ -28,7 +28,7 @@ Key = tuple[object, ...]
 
 
 def _key(row: Row) -> Key:
-    """The transport is a result, not part of the case: the engine chose it."""
+    """The transport is a result, not part of the case, unless it was asked for: the engine chose it."""
     return (
         row.backend,
         row.device,
@@ -40,6 +40,12 @@ def _key(row: Row) -> Key:
         row.concurrency,
         row.pack_below,
         row.run_pages,
+        row.num_layers,
+        row.verify,
+        row.chunk_tokens,
+        row.prefix_hit,
+        row.asked_transport,
+        row.nics,
         row.arrivals,
         None if row.per_s is None else round(row.per_s, 1),
     )
@@ -81,13 +87,13 @@ def compare(before: Sequence[Row], after: Sequence[Row], *, tolerance: float) ->
 
 
 def _regressions(before: Row | None, after: Row | None, tolerance: float) -> Iterable[str]:
-    if before is None:
-        return
     if after is None:
         yield "the case is missing"
         return
-    if before.verified and not after.verified:
-        yield f"no longer verified: {after.problem}"
+    if not after.verified:
+        yield f"not verified: {after.problem}"
+    if before is None:
+        return
     if after.ending and not before.ending:
         yield f"ended badly: {after.ending}"
     if before.ratio is not None and after.ratio is not None:

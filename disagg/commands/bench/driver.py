@@ -164,11 +164,9 @@ def _measure(prepared: Prepared, observe: Observe, *, last: bool) -> Sample:
         r: _start(case, Direction.SEND, destination, _named(items, ids), faults[r]) for r, items in prepared.sent.items()
     }
     together = {**receiving, **sending} if case.arrivals.times_s else sending
-    before = _cpu_s(ranks)
     soon = time.monotonic() + LEAD_S
     ranks.ask({r: msgspec.structs.replace(start, at=soon + r.offset_s) for r, start in together.items()}, Done)
     reports = ranks.ask(dict.fromkeys(ranks.all, Collect()), RunReport)
-    cpu_s = _cpu_s(ranks) - before
     problem = _first_failure(reports) or _first_difference(ranks, prepared.received, kv=case.prefill.kv)
     if last and not problem and case.fault is not Fault.BYTE:
         problem = _first_difference(ranks, prepared.sent, kv=case.prefill.kv)
@@ -178,6 +176,7 @@ def _measure(prepared: Prepared, observe: Observe, *, last: bool) -> Sample:
     sent, received = ([_on_one_clock(reports[r], r) for r in side] for side in (ranks.sources, ranks.destinations))
     sides = ((ranks.sources, Direction.SEND, sent), (ranks.destinations, Direction.RECEIVE, received))
     observe([_rank_run(r, way, each) for remotes, way, of in sides for r, each in zip(remotes, of, strict=True)])
+    cpu_s = _by_process({remote: report.cpu_s for remote, report in reports.items()})
     return Sample.of(sent=sent, received=received, problem=problem, cpu_s=cpu_s)
 
 
@@ -186,7 +185,16 @@ def _rank_run(remote: Remote, direction: Direction, report: RunReport) -> RankRu
 
 
 def _cpu_s(ranks: Ranks) -> float:
-    return sum(reply.seconds for reply in ranks.ask(dict.fromkeys(ranks.all, ReadCpu()), Cpu).values())
+    return _by_process({r: reply.seconds for r, reply in ranks.ask(dict.fromkeys(ranks.all, ReadCpu()), Cpu).items()})
+
+
+def _by_process(cpu_s: Mapping[Remote, float]) -> float:
+    """The sum over processes: ranks that are threads of one process all tell its time."""
+    found: dict[tuple[str, int], float] = {}
+    for remote, seconds in cpu_s.items():
+        process = remote.about.boot_id, remote.about.pid
+        found[process] = max(seconds, found.get(process, 0.0))
+    return sum(found.values())
 
 
 def _start(case: Case, direction: Direction, peer: str, items: tuple[Item, ...], fault: Fault | None = None) -> Start:

@@ -59,7 +59,7 @@ def write_html(rows: Sequence[Row], path: Path) -> None:
     problems = [sentence for row in rows for sentence in problems_of(row)]
     if problems:
         parts.append("<h2>Problems</h2><ul class='no'>" + "".join(f"<li>{html.escape(each)}" for each in problems) + "</ul>")
-    path.write_text("\n".join(parts) + "\n")
+    path.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -151,6 +151,8 @@ class Row(msgspec.Struct, frozen=True):
     * `problem`: where a byte was wrong. `ending`: what went wrong when the ranks were to end.
     * `core_s_per_gb`: CPU seconds of all ranks per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling. Where
       cores are the limit, their quotient bounds `ratio`. `cpu_percent`: of the median run; 100 is one core.
+    * `num_layers`, `verify`, `chunk_tokens`, `prefix_hit`, `seed`, `asked_transport` and `nics`: as the options of the same
+      names; `num_layers` is `None` for all.
     * `ways`: bytes by path. `thresholds`: the packing thresholds of the prefill ranks, by origin: `declared` or `set`.
     """
 
@@ -198,6 +200,13 @@ class Row(msgspec.Struct, frozen=True):
     phases: dict[str, float] = {}
     cpu_percent: float | None = None
     count: int = 0
+    num_layers: int | None = None
+    verify: str = "off"
+    chunk_tokens: int = 0
+    prefix_hit: int = 0
+    seed: int = 0
+    asked_transport: str = "auto"
+    nics: tuple[str, ...] = ()
     environment: Environment | None = None
 
     @property
@@ -271,6 +280,13 @@ def summarise(
         phases=middle.phases if middle else {},
         cpu_percent=100 * median.cpu_s / median.total_s if median.total_s else None,
         count=len(moved),
+        num_layers=case.num_layers,
+        verify=case.verify,
+        chunk_tokens=case.chunk_tokens,
+        prefix_hit=case.prefix_hit,
+        seed=case.seed,
+        asked_transport=case.transport,
+        nics=case.devices,
     )
 
 
@@ -356,8 +372,15 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def title(case: Case | Row) -> str:
+    """A case in words, with what else a sweep may vary."""
+    counts = (("requests", case.requests), ("concurrency", case.concurrency), ("run pages", case.run_pages))
+    varied = "".join(f", {what} {count}" for what, count in counts if count > 1)
+    return f"{case.backend}, {case.model}, tokens {case.tokens}{varied}: {case.prefill} -> {case.decode}"
+
+
 def problems_of(row: Row) -> Iterator[str]:
-    case = f"{row.backend}, {row.prefill} -> {row.decode}"
+    case = title(row)
     if not row.verified:
         yield f"{case}: not verified: {row.problem}"
     if row.ending:

@@ -47,7 +47,12 @@ class Files(NamedTuple):
     def check(self) -> None:
         for picture in filter(None, (self.plot, self.html and self.html.with_suffix(".svg"))):
             check_plot(picture)
-        for file in filter(None, self):
+        given = [file.absolute() for file in filter(None, self)]
+        for file in given:
+            if given.count(file) > 1:
+                raise ConfigError(f"{file}: expected another file for each option")
+            if file.name == "-":
+                raise ConfigError("-: expected a file: standard output has the table")
             if not file.parent.is_dir():
                 raise ConfigError(f"{file}: there is no folder {file.parent}")
 
@@ -61,7 +66,7 @@ class Files(NamedTuple):
             if self.plot is not None:
                 all_of_them.callback(plot, results.rows, self.plot)
             if self.csv is not None:
-                all_of_them.callback(self.csv.write_text, to_csv(results.rows))
+                all_of_them.callback(self.csv.write_text, to_csv(results.rows), encoding="utf-8")
             if self.json is not None:
                 all_of_them.callback(self.json.write_bytes, to_json(results.rows))
 

@@ -235,13 +235,16 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunReport(Reply, frozen=True):
-    """`ways`: bytes by path. `posts`: descriptors for the engine."""
+    """`ways`: bytes by path. `posts`: descriptors for the engine. `cpu_s`: of the rank's process, from the common start to
+    the rank's last event.
+    """
 
     results: tuple[Result, ...]
     nbytes: int
     posts: int
     seconds: dict[str, float]
     ways: dict[str, int]
+    cpu_s: float = 0.0
 
 
 class Difference(Reply, frozen=True):

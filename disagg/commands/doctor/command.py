@@ -11,6 +11,7 @@ import click
 from disagg.commands.doctor.engines import ENGINES
 from disagg.commands.doctor.examination import examine, worst
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.numbers import MAX_SECONDS, Number
 from disagg.commands.shell.text import indented_json
 from disagg.core.errors import ConfigError
 from disagg.machine.findings import Finding, Level, Machine
@@ -42,7 +43,7 @@ Examples:
 @click.option(
     "--watch",
     "watch_s",
-    type=click.FloatRange(0),
+    type=Number(0, MAX_SECONDS),
     metavar="SECONDS",
     help="Also show what each RDMA device sends and receives within this time.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
@@ -45,6 +46,8 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 
 def shared_memory(machine: Machine) -> Finding:
     try:
+        if not machine.shm.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "no folder")
         stats = os.statvfs(machine.shm)
     except OSError as error:
         return Finding(

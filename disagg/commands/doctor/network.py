@@ -7,7 +7,7 @@ import errno
 import socket
 import time
 
-from disagg.core.address import bracketed, parse_address
+from disagg.core.address import bracketed, is_loopback, parse_address
 from disagg.core.errors import ConfigError
 from disagg.machine.findings import Finding, Level, ok
 
@@ -40,7 +40,8 @@ def peer(host: str, port: int) -> Finding:
         return _unreachable(
             where,
             f"{where} refuses connections: nothing listens on port {port} there",
-            f"on {host}: ss -tlnp 'sport = :{port}'; start its rank with --listen tcp://{where}, not on 127.0.0.1",
+            f"on {host}: ss -tlnp 'sport = :{port}'; start its rank with --listen tcp://{where}"
+            + ("" if is_loopback(host) else ", not on 127.0.0.1"),
         )
     except TimeoutError:
         return _unreachable(

@@ -43,14 +43,20 @@ class Requests:
         self._handles: dict[int, Receiver | Sender] = {}
         self._queued_s: dict[int, float] = {}
         self._begin = 0.0
+        self._cpu_began = self._cpu_ended = 0.0
         self._results: list[Result] = []
         self._before = msgspec.structs.asdict(manager.stats)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="disagg-bench-run", daemon=True)
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """On return, the first `window` requests that have arrived have started."""
         time.sleep(max(0.0, self._command.at - time.monotonic()))
+        self._cpu_began = time.process_time()
         self._begin = self._command.at or time.monotonic()
         self._open()
         self._thread.start()
@@ -68,6 +74,7 @@ class Requests:
             posts=spent.pieces,
             seconds=spent.phases,
             ways={way: count for way, count in spent.nbytes_by_way.items() if count},
+            cpu_s=self._cpu_ended - self._cpu_began,
         )
 
     def _run(self) -> None:
@@ -78,6 +85,7 @@ class Requests:
         except Exception as error:  # a thread's top: `collect` raises it
             logger.exception("a run failed")
             self._error = error
+        self._cpu_ended = time.process_time()
 
     def _take_ended(self) -> None:
         poller = select.poll()

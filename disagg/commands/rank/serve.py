@@ -117,8 +117,8 @@ class Commands:
 
     @run.register
     def _(self, command: Start) -> AnyReply:
-        if self._requests is not None:
-            raise LocalProtocolError("a run is in progress: collect it first")
+        if self._requests is not None and self._requests.is_running:  # one that nobody has collected may have ended
+            raise LocalProtocolError("a run of another driver is in progress")
         self._requests = Requests(self._resident.manager, self._resident.content, command)
         self._requests.start()
         return Done()
