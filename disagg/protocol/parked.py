@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from disagg.protocol.messages import (
@@ -14,6 +15,7 @@ from disagg.protocol.messages import (
     PagesRow,
     Reserve,
 )
+from disagg.protocol.timers import Timers
 from disagg.protocol.types import NEVER, Limits, PeerRank, RequestKey, ids, key_of
 
 K = TypeVar("K", str, PeerRank)
@@ -38,6 +40,14 @@ def refusal(message: Reserve, reason: str) -> tuple[Abort, Drained]:
 Early = Reserve | Abort | Decline
 
 
+@dataclass(eq=False)
+class Expiry:
+    peer: PeerRank
+    key: RequestKey
+    due: float
+    armed_at: float = NEVER
+
+
 class Parked:
     """Bounded in number and bytes per instance. Reserves count in `num_reserved`, by rank."""
 
@@ -45,18 +55,19 @@ class Parked:
         self._limits = limits
         self._num_reserved = num_reserved
         self._messages: dict[bytes, dict[tuple[PeerRank, RequestKey], Early]] = {}
-        self._order: OrderedDict[tuple[RequestKey, PeerRank], float] = OrderedDict()
+        self._expiries: dict[tuple[PeerRank, RequestKey], Expiry] = {}
+        self._timers = Timers()
         self._count: Counter[str] = Counter()
         self._nbytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._expiries)
 
     def get(self, peer: PeerRank, key: RequestKey) -> Early | None:
         return self._messages.get(key.request_id, {}).get((peer, key))
 
-    def put(self, peer: PeerRank, key: RequestKey, message: Early, now: float) -> bool:
-        """Park a message in place of an earlier one. Returns whether there was room."""
+    def put(self, peer: PeerRank, key: RequestKey, message: Early, now: float, *, for_s: float = NEVER) -> bool:
+        """Park a message in place of an earlier one, `for_s` at most. Returns whether there was room."""
         self.drop(peer, key)
         whose = peer.instance
         if self._count[whose] >= self._limits.max_parked_reserves:
@@ -65,16 +76,17 @@ class Parked:
             return False
         self._add(peer, message, 1)
         self._messages.setdefault(key.request_id, {})[peer, key] = message
-        self._order[key, peer] = now + self._limits.parked_reserve_s
+        self._expiries[peer, key] = expiry = Expiry(peer, key, now + min(for_s, self._limits.parked_reserve_s))
+        self._timers.arm(expiry)
         return True
 
-    def answer(self, peer: PeerRank, message: Reserve, now: float) -> tuple[Abort | Drained | Busy, ...]:
+    def answer(self, peer: PeerRank, message: Reserve, now: float, *, for_s: float) -> tuple[Abort | Drained | Busy, ...]:
         """Park a reserve. Returns the answer if it contradicts the parked one or there is no room."""
         key = key_of(message)
         parked = self.get(peer, key)
         if parked is not None:
             return () if parked == message else refusal(message, CONTRADICTION)
-        if self.put(peer, key, message, now):
+        if self.put(peer, key, message, now, for_s=for_s):
             return ()
         reason = f"{self._count[peer.instance]} reservations of {peer.instance!r} wait for their senders"
         retry_after_s = self._limits.busy_retry_s
@@ -101,7 +113,8 @@ class Parked:
         return found
 
     def drop(self, peer: PeerRank, key: RequestKey) -> None:
-        if self._order.pop((key, peer), None) is not None:
+        if (expiry := self._expiries.pop((peer, key), None)) is not None:
+            self._timers.disarm(expiry)
             parked = self._messages[key.request_id]
             self._add(peer, parked.pop((peer, key)), -1)
             if not parked:
@@ -113,24 +126,23 @@ class Parked:
         add(self._num_reserved, peer, sign * isinstance(message, Reserve))
 
     def drop_peer(self, peer: PeerRank) -> None:
-        for key, parked in [found for found in self._order if found[1] == peer]:
-            self.drop(parked, key)
+        self._drop_all(lambda found: found == peer)
 
     def forget(self, instance: str) -> None:
-        for key, parked in [found for found in self._order if found[1].instance == instance]:
-            self.drop(parked, key)
+        self._drop_all(lambda found: found.instance == instance)
+
+    def _drop_all(self, are_of: Callable[[PeerRank], bool]) -> None:
+        for peer, key in [each for each in self._expiries if are_of(each[0])]:
+            self.drop(peer, key)
 
     @property
     def next_expiry(self) -> float:
-        return next(iter(self._order.values()), NEVER)
+        return self._timers.next
 
     def expire(self, now: float) -> Iterator[tuple[PeerRank, Early]]:
-        while self._order:
-            (key, peer), expires = next(iter(self._order.items()))
-            if now < expires:
-                return
-            yield peer, self._messages[key.request_id][peer, key]
-            self.drop(peer, key)
+        while isinstance(expiry := self._timers.pop(now), Expiry):
+            yield expiry.peer, self._messages[expiry.key.request_id][expiry.peer, expiry.key]
+            self.drop(expiry.peer, expiry.key)
 
 
 def _nbytes(message: Early) -> int:

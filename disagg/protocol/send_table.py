@@ -14,7 +14,6 @@ from disagg.protocol.types import Limits, PeerRank, RequestKey
 Readers = tuple[frozenset[int], int]
 """The group ranks of an instance that this rank writes to, and the size of its groups."""
 ANY = ""
-ANY_ATTEMPT = -1
 Offer = tuple[str, bytes, int | None]
 """The peer (empty: any), the id and the attempt (`None`: any) of a request that waits for its first message."""
 
@@ -40,7 +39,7 @@ class SendTable:
         if offer in self.offers:
             raise LocalProtocolError(f"request {session.key}: it is offered to {peer or 'any peer'} already")
         if attempt is None:
-            self.ended.drop(*_given_up(offer))
+            self.ended.drop(peer, _any_attempt(request_id))
         used = (peer, session.key) in self.sessions or self.ended.get(peer, session.key) is not None
         if used and attempt is not None:
             whom = repr(peer) if peer else "any peer"
@@ -71,9 +70,10 @@ class SendTable:
 
     def remove(self, session: SendSession, reason: str) -> bool:
         """Returns whether it was there."""
-        offer = _offer_of(session)
-        if self.offers.pop(offer, None) is not None:
-            self.ended.put(*_given_up(offer), Tombstone(None, reason=reason))
+        if self.offers.pop(_offer_of(session), None) is not None:
+            key = _any_attempt(session.key.request_id) if session.any_attempt else session.key
+            if session.any_attempt or session.names_attempt:
+                self.ended.put(session.peer, key, Tombstone(None, reason=reason))
             return True
         if self.sessions.pop((session.peer, session.key), None) is None:
             return False
@@ -101,8 +101,13 @@ class SendTable:
         """Why a reserve that fits no session is refused: others are served, or have been. Empty if it may wait."""
         if self.served.get(key):
             return f"the request is not served to {peer.instance}"
-        offers = ((whose, key.request_id, attempt) for whose in (peer.instance, ANY) for attempt in (key.attempt, None))
-        ended = next(filter(None, (self.ended.get(*_given_up(offer)) for offer in offers)), None)
+        ended = self.ended.get(ANY, key)
+        return ended.reason if ended is not None else ""
+
+    def given_up(self, peer: PeerRank, request_id: bytes) -> str:
+        """Why the last offer to send any attempt of a request has ended before a message about it came. Empty if none has."""
+        key = _any_attempt(request_id)
+        ended = self.ended.get(peer.instance, key) or self.ended.get(ANY, key)
         return ended.reason if ended is not None else ""
 
     def _bind(self, session: SendSession, peer: str, key: RequestKey) -> list[tuple[PeerRank, Early]]:
@@ -118,10 +123,8 @@ class SendTable:
         return self.parked.take(session.key)
 
 
-def _given_up(offer: Offer) -> tuple[str, RequestKey]:
-    """Where the tombstone of an offer is that has ended before a message about it came."""
-    peer, request_id, attempt = offer
-    return peer, RequestKey(request_id, ANY_ATTEMPT if attempt is None else attempt)
+def _any_attempt(request_id: bytes) -> RequestKey:
+    return RequestKey(request_id, -1)
 
 
 def _offer_of(session: SendSession) -> Offer:

@@ -14,6 +14,7 @@ from disagg.protocol.send_session import Destination, SendSession, SendState, Se
 from disagg.protocol.send_table import Readers, SendTable
 from disagg.protocol.timers import Timers, Tombstone, back_off
 from disagg.protocol.types import (
+    NEVER,
     CancelTransfers,
     Chunk,
     Effect,
@@ -32,6 +33,8 @@ from disagg.protocol.types import (
     key_of,
 )
 
+REOFFER_S = 2.0
+"""How long a reserve waits for another offer if the last one, of any attempt, was given up: a client may ask once more."""
 MAX_RESENT = 20
 """How often a drained message is resent: for a minute and a half by default."""
 
@@ -169,7 +172,8 @@ class Sends:
         elif reason := self.table.refusal(peer, key):
             self._refuse(peer, message, reason)
         else:
-            self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
+            for_s = REOFFER_S if self.table.given_up(peer, key.request_id) else NEVER
+            self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now, for_s=for_s))
 
     def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
         """The peer may be one that this rank does not write to. It is answered, unless there is no room: it comes again."""
@@ -272,7 +276,8 @@ class Sends:
     def expire(self, now: float) -> None:
         for peer, message in list(self.parked.expire(now)):
             if isinstance(message, Reserve):
-                self._refuse(peer, message, f"nobody has sent the request within {self._limits.parked_reserve_s:g} s")
+                late = f"nobody has sent the request within {self._limits.parked_reserve_s:g} s"
+                self._refuse(peer, message, self.table.given_up(peer, message.request_id) or late)
                 self._return_loans(peer)
 
     # -- steps -------------------------------------------------------------------------------------------------------

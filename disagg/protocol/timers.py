@@ -51,8 +51,9 @@ class Tombstones:
         return found.get((peer, key)) if found is not None else None
 
     def drop(self, peer: str | PeerRank, key: RequestKey) -> None:
-        found = self._by_instance.get(_instance(peer), {})
-        self._count -= found.pop((peer, key), None) is not None
+        found = self._by_instance.get(_instance(peer))
+        if found is not None and found.pop((peer, key), None) is not None:
+            self._count -= 1
 
     def forget(self, instance: str) -> None:
         self._count -= len(self._by_instance.pop(instance, ()))

@@ -139,7 +139,7 @@ def check_nothing_left(hosts: Mapping[PeerRank, Host]) -> None:
     """No rank has a session, a parked reserve or a timer."""
     for host in hosts.values():
         sends, receives = host.sessions.sends, host.sessions.receives
-        waiting = [*sends.table.offers, *sends.table.served, *sends.parked._order]
+        waiting = [*sends.table.offers, *sends.table.served, *sends.parked._expiries]
         left = [*sends.sessions, *receives.sessions, *waiting, *host.sessions._timers._heap]
         if left:
             raise Violation(f"{host.name} still has {left}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from disagg.core.leases import Lease
 from disagg.core.rows import Pages
 from disagg.protocol.messages import Abort, Decline, Drained, Outcome, Reserve, Wanted, pack_rows
 from disagg.protocol.send_session import SendSession
+from disagg.protocol.sending import REOFFER_S
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey, SendMessage, StartTransfer
 from tests.protocol.send_side import take_effects, take_kinds
@@ -128,6 +130,30 @@ def test_others_are_refused_an_attempt_that_has_ended(end: str, attempt: int | N
     assert not take_effects(sessions)
     other = offer(sessions, peer="E", attempt=4)
     assert other.is_bound
+
+
+def test_a_reserve_of_an_offer_that_was_given_up_is_refused_soon() -> None:
+    """The receiver would hold its rows until its deadline. At first another offer may come."""
+    sessions = sessions_of()
+    sessions.sends.abort(offer(sessions), RequestAborted("the prompt is too long"), 0.0)
+    take_effects(sessions)
+    sessions.on_message(D0, reserve(3), 100.0)
+    sessions.on_message(D0, msgspec.structs.replace(reserve(), request_id=b"another-request-"), 100.0)
+    assert sessions.sends.parked.next_expiry == 100.0 + REOFFER_S
+    sessions.tick(100.0 + REOFFER_S)
+    refused, drained, *_ = take_effects(sessions)
+    assert "the prompt is too long" in str(refused)
+    assert "the prompt is too long" in str(drained)
+    assert len(sessions.sends.parked) == 1, "the other request was never offered"
+
+
+def test_a_reserve_binds_a_later_offer_than_the_one_that_was_given_up() -> None:
+    sessions = sessions_of()
+    for _ in range(2):
+        sessions.sends.abort(offer(sessions), RequestAborted("the client is gone"), 0.0)
+    sessions.on_message(D0, reserve(3), 1.0)
+    session = offer(sessions)
+    assert (session.is_bound, session.key.attempt) == (True, 3)
 
 
 @pytest.mark.parametrize("reserved", [False, True])

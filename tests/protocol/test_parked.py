@@ -295,7 +295,9 @@ def test_nothing_is_kept_of_instances_whose_reserves_come_and_go() -> None:
     for number in range(100):
         sessions.on_message(PeerRank(f"D{number}", 0), reserve(numbered(number)), 0.0)
         sessions.forget(f"D{number}", 0.0)
-    assert not any(vars(sessions.sends.parked)[name] for name in ("_count", "_nbytes", "_num_reserved", "_messages", "_order"))
+    assert not any(
+        vars(sessions.sends.parked)[name] for name in ("_count", "_nbytes", "_num_reserved", "_messages", "_expiries")
+    )
 
 
 def test_thousands_of_duplicate_reserves_are_served_once() -> None:
