@@ -124,19 +124,10 @@ class BootstrapServers:
         still wanted. If the server fails `MAX_MISSES` times, each room gets `NO_RANK`, and so does one of which it has not
         heard after SGLang's `SGLANG_DISAGGREGATION_WAITING_TIMEOUT`.
         """
-        found = self._room_ranks(server, rooms)
-        if server not in self._since and len(self._since) >= MAX_ASKED:
-            self._since.clear()
-        now, asked = time.monotonic(), self._since.get(server, {})
-        since = self._since[server] = {room: asked.get(room, now) for room in rooms}
-        begun = now - envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        return {str(room): NO_RANK for room in rooms if since[room] < begun} | found
-
-    def _room_ranks(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
         answer = self._asked_ranks.get(server)
         if answer is None:
             if not self._may_ask(server, rooms):
-                return {}
+                return self._late(server, rooms)
             fetch = partial(_fetch_ranks, rooms=list(rooms))
             problem = "does not give the ranks of rooms"
             answer = self._asked_ranks[server] = self._start(fetch, server, problem, connector=self._connector)
@@ -153,7 +144,15 @@ class BootstrapServers:
             found = dict.fromkeys(map(str, rooms), NO_RANK) if question.misses == MAX_MISSES else {}
         if found:
             self._questions.pop(server, None)
-        return found
+        return self._late(server, rooms) | found
+
+    def _late(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
+        if server not in self._since and len(self._since) >= MAX_ASKED:
+            self._since.clear()
+        now, asked = time.monotonic(), self._since.get(server, {})
+        since = self._since[server] = {room: asked.get(room, now) for room in rooms}
+        begun = now - envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+        return {str(room): NO_RANK for room in rooms if since[room] < begun}
 
     def _may_ask(self, server: str, rooms: Sequence[int]) -> bool:
         question, now = self._questions.get(server), time.monotonic()

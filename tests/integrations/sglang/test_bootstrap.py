@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -19,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from disagg import PeerUnreachable
 from disagg.integrations.sglang import bootstrap, plugin
-from disagg.integrations.sglang.bootstrap import MAX_NBYTES, BootstrapServers, Prefill, Served, named
+from disagg.integrations.sglang.bootstrap import MAX_NBYTES, NO_RANK, BootstrapServers, Prefill, Served, named
 from disagg.integrations.sglang.sender import DisaggKVSender
 
 INSTANCE = {
@@ -291,6 +292,21 @@ def test_a_server_is_not_asked_for_the_same_rooms_in_every_step(monkeypatch: pyt
         assert len({connection for connection, _ in asked}) == 1
 
 
+def test_a_room_that_prefill_never_hears_of_gets_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time for which decode waits for prefill."""
+    steps = itertools.count()
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: next(steps) * 1e-3))
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "2")
+    with server({"rooms": {}}) as where, closing(BootstrapServers()) as servers:
+        while (begun := next(steps)) < 1000:
+            assert servers.room_ranks(where, [7]) == {}
+        while not (found := servers.room_ranks(where, [7, 8])):
+            pass
+        assert found == {"7": NO_RANK}
+        assert begun + 500 < next(steps) < begun + 1500
+        assert servers.room_ranks(where, [8]) == {}
+
+
 def test_rooms_do_not_fail_because_a_server_stood_still_for_a_question() -> None:
     rows: dict[str, object] = {"rooms": b"no JSON"}
     with server(rows) as where, closing(BootstrapServers()) as servers:
@@ -324,6 +340,14 @@ def tell(servers: BootstrapServers, where: str) -> None:
     sender.kv_mgr = SimpleNamespace(bootstrap=servers, attn_dp_rank=3)
     sender.bootstrap_server_url, sender.bootstrap_room = where, 7
     sender._register_prefill_dp_rank()
+
+
+@pytest.mark.parametrize(("url", "server"), [("h:1", "h:1"), ("::1:8998", "[::1]:8998"), ("[::1]:8998", "[::1]:8998")])
+def test_the_server_that_is_told_a_rank_may_have_an_ipv6_address(url: str, server: str) -> None:
+    told: list[tuple[object, ...]] = []
+    servers: Any = SimpleNamespace(tell_rank=lambda *given: told.append(given))
+    tell(servers, url)
+    assert told == [(server, 7, 3)]
 
 
 def test_a_server_that_is_told_a_rank_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

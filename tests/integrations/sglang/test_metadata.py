@@ -111,6 +111,12 @@ def test_buffers_in_gpu_memory_are_refused() -> None:
         check_buffers(rows)
 
 
+def test_buffers_that_do_not_fit_into_a_message_are_refused() -> None:
+    check_buffers(buffers(15_000))
+    with pytest.raises(ConfigError, match=r"metadata of a request: expected at most 65024 bytes, found 6\d{4}"):
+        check_buffers(buffers(16_400))
+
+
 def test_the_first_token_of_another_server() -> None:
     rows = buffers(HIDDEN)
     for token in (-1, 8, 2**40):
