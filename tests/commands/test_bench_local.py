@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +21,22 @@ from click.testing import CliRunner
 
 from disagg.commands.bench import command
 from disagg.commands.bench.driver import run
+from disagg.commands.bench.fleet import RankFailed, Ranks, Remote
 from disagg.commands.bench.processes import RankDied, RankThread
 from disagg.commands.bench.report import COLUMNS, Row
 from disagg.commands.bench.results import Files, results_to
-from disagg.commands.cases.instructions import AnyReply, Clear, Collect, Describe, Description, Done, Failed, Fault, Peer
+from disagg.commands.cases.instructions import (
+    AnyReply,
+    Clear,
+    Collect,
+    Command,
+    Describe,
+    Description,
+    Done,
+    Failed,
+    Fault,
+    Peer,
+)
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of, rows_needed
 from disagg.commands.keygen import write_pair
@@ -119,7 +136,7 @@ def test_a_rank_that_does_not_end_costs_no_results(model: str, tmp_path: Path, m
     assert line.split()[-2:] == ["yes", "BADLY"]
     assert {"of", "way", "ceiling", "ratio", "CPU %", "ended"} <= {each for each in COLUMNS if f"{each}: " in legend}
     assert all(each in header for each in COLUMNS)
-    assert ended.stderr.endswith("local, tp=2,page=16 -> tp=1,page=16: ended badly: rank prefill/0 was killed\n")
+    assert ended.stderr.endswith(", tokens 75: tp=2,page=16 -> tp=1,page=16: ended badly: rank prefill/0 was killed\n")
     (row,) = json.loads(file.read_text())
     assert (row["verified"], row["problem"], row["ending"]) == (True, "", "rank prefill/0 was killed")
     assert row["bytes"] == TOKENS * BYTES_PER_TOKEN
@@ -344,7 +361,7 @@ def test_a_rank_ends_on_request(model: str) -> None:
     assert lines[1:] == ["decode rank 0 of 1: ends: this test says so"]
 
 
-def test_a_driver_uses_running_ranks(model: str) -> None:
+def test_a_driver_uses_running_ranks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = case(model, "tp=2", "tp=1,page=8")
     ranks: list[RankThread] = []
     addresses = []
@@ -369,6 +386,26 @@ def test_a_driver_uses_running_ranks(model: str) -> None:
                 addresses.append(driver)
         for turn in range(2):  # the ranks stay up
             assert run(wanted, ignore, connect=addresses[::-1]).verified, turn
+        ask = Ranks.ask
+
+        def leave(ranks: Ranks, commands: Mapping[Remote, Command], expected: type[Any]) -> Any:
+            """The driver is stopped while ranks move requests, which nobody collects."""
+            if any(isinstance(each, Collect) for each in commands.values()):
+                raise InterruptedError
+            return ask(ranks, commands, expected)
+
+        def after_that_run() -> Row | None:
+            with suppress(RankFailed):
+                return run(wanted, ignore, connect=addresses)
+            return None
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "ask", leave)
+            with pytest.raises(InterruptedError):
+                run(wanted, ignore, connect=addresses)
+        while (row := after_that_run()) is None:
+            time.sleep(0.01)
+        assert row.verified
         with pytest.raises(ConfigError, match="expected 0 to 1 of 'prefill'"):
             run(wanted, ignore, connect=addresses[1:])
         with pytest.raises(ConfigError, match="pools of"):
@@ -410,3 +447,47 @@ def test_a_driver_uses_running_ranks_that_have_keys(model: str, tmp_path: Path, 
             opened.callback(rank.kill)
             drivers.append(rank.addresses()[1])
         assert run(wanted, ignore, connect=drivers).verified
+
+
+def test_time_of_a_process_is_counted_once() -> None:
+    """All ranks here are threads of one process. It has no more cores than the machine."""
+    row = run(case("tiny", "tp=4", "tp=4", tokens=2048, num_layers=2), ignore)
+    assert row.verified
+    assert row.cpu_percent is not None
+    assert 0 < row.cpu_percent <= 100 * (os.cpu_count() or 1) * 1.2
+
+
+def test_a_report_is_utf_8_in_any_locale(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "report.html"
+    sides = ("--model", "tiny", "--tokens", "64,128", "--prefill", "tp=1", "--decode", "tp=1", "--no-ceiling")
+    assert bench("--backend", "local", *sides, "--html", str(file)).status == 0
+    assert "\u2192" in file.read_text(encoding="utf-8")
+
+
+def test_a_command_that_is_stopped_writes_what_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = (
+        "--model",
+        "tiny",
+        "--tokens",
+        "64,128",
+        "--prefill",
+        "tp=1",
+        "--decode",
+        "tp=1",
+        "--no-ceiling",
+        "--duration",
+        "2",
+    )
+    line = [sys.executable, "-m", "disagg.commands.bench", "--backend", "local", *options, "--json", str(file)]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        while "case 2 of 2" not in running.stderr.readline():
+            pass
+        running.terminate()
+        running.stderr.read()
+    assert running.returncode == 128 + signal.SIGTERM
+    (row,) = json.loads(file.read_text())
+    assert (row["tokens"], row["verified"]) == (64, True)

@@ -135,6 +135,14 @@ def test_ranks_do_not_outlive_their_driver(mooncake: str, model: str) -> None:
         (("--verify", "some"), "verify"),
         (("--plot", "rows.nothing"), "'rows.nothing'"),
         (("--connect", "127.0.0.1"), "tcp://host:port"),
+        (("--connect", "tcp://127.0.0.1:1", "--verify", "full"), "verify: running ranks keep"),
+        (("--connect", "tcp://127.0.0.1:1", "--transport", "tcp"), "transport: running ranks keep"),
+        (("--duration", "nan"), "nan is not a finite number"),
+        (("--rate", "inf"), "inf is not a finite number"),
+        (("--timeout", "1e300"), "range 1<=x<=1000000"),
+        (("--json", "-"), "standard output has the table"),
+        (("--json", "rows", "--csv", "./rows"), "expected another file for each option"),
+        (("--compare", "a.json", "b.json", "--json", "rows"), "compare: expected no file to write"),
     ],
 )
 def test_errors_are_one_sentence(arguments: tuple[str, ...], named: str) -> None:

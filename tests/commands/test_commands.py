@@ -84,7 +84,7 @@ def test_a_misspelt_command_is_one_sentence_with_those_that_may_be_meant(
     "line",
     [
         "* `--tokens INTEGER RANGE`: Length of the request. [required; x>=1]",
-        "* `--interval SECONDS`: Time between two readings. [default `2.0`; x>=0.1]",
+        "* `--interval SECONDS`: Time between two readings. [default `2.0`; 0.1<=x<=1000000]",
         "* `--engines / --no-engines`: Start engines in child processes and measure them. [default `engines`]",
         "* `--shm PATH`: The shared-memory mount to examine. [default `/dev/shm`]",
     ],

@@ -34,7 +34,7 @@ def changed(**fields: Any) -> Row:
         (changed(ratio=None, ceiling_gbps=None, gbps=1.7), ["1.70 GB/s instead of 2.00"]),
         (changed(posts=9), ["9 posts instead of 8"]),
         (changed(bytes=4095), ["4095 bytes delivered instead of 4096"]),
-        (changed(verified=False, problem="a byte"), ["no longer verified: a byte"]),
+        (changed(verified=False, problem="a byte"), ["not verified: a byte"]),
         (changed(ending="rank decode/0 was killed"), ["ended badly: rank decode/0 was killed"]),
         (changed(transport="tcp"), []),
         (changed(tokens=65), ["the case is missing"]),
@@ -46,6 +46,21 @@ def test_regressions_are_named(after: Row, expected: list[str]) -> None:
     found = compare([ROW], [after], tolerance=0.1)
     assert list(found[0].regressions) == expected
     assert not any(each.regressions for each in found[1:])  # a new case is no regression
+
+
+def test_wrong_bytes_are_a_regression_whatever_was_there_before() -> None:
+    wrong = changed(verified=False, problem="a byte")
+    for before in ([wrong], []):
+        (found,) = compare(before, [wrong], tolerance=0.1)
+        assert found.regressions == ("not verified: a byte",)
+
+
+@pytest.mark.parametrize(
+    "other", [{"verify": "full"}, {"chunk_tokens": 16}, {"prefix_hit": 32}, {"num_layers": 2}, {"asked_transport": "tcp"}]
+)
+def test_cases_with_other_options_are_not_compared(other: dict[str, Any]) -> None:
+    one, two = compare([ROW], [changed(**other, gbps=0.1, ratio=0.01)], tolerance=0.1)
+    assert (one.regressions, two.regressions) == (("the case is missing",), ())
 
 
 def test_repeated_cases_are_compared_in_order() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-MAX_SECONDS = 1e6
+MAX_SECONDS = 1_000_000
 """Of any time: the system cannot wait for much longer ones."""
 
 
