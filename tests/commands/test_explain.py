@@ -300,6 +300,8 @@ TINY = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=4", "--decode", "t
         ((*TINY, "--backend", "mooncake", "--transport", "shm"), ("'shm'", "tcp, rdma")),
         ((*TINY, "--prefix-hit", "64"), ("0 to 63", "64")),
         ((*TINY, "--plot", "/tmp/x.gif"), ("pdf, png, svg", "x.gif")),
+        ((*TINY, "--json", "/absent/x"), ("/absent/x: there is no folder /absent",)),
+        ((*TINY, "--plot", "/absent/x.svg"), ("/absent/x.svg: there is no folder /absent",)),
     ],
 )
 def test_errors_are_one_sentence(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:

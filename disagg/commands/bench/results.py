@@ -27,6 +27,7 @@ from disagg.commands.bench.report import (
     to_json,
 )
 from disagg.commands.bench.timelines import CaseRun, write_timeline
+from disagg.commands.shell.files import check_files
 from disagg.commands.shell.text import show
 from disagg.core.errors import ConfigError
 
@@ -47,14 +48,9 @@ class Files(NamedTuple):
     def check(self) -> None:
         for picture in filter(None, (self.plot, self.html and self.html.with_suffix(".svg"))):
             check_plot(picture)
-        given = [file.absolute() for file in filter(None, self)]
-        for file in given:
-            if given.count(file) > 1:
-                raise ConfigError(f"{file}: expected another file for each option")
-            if file.name == "-":
-                raise ConfigError("-: expected a file: standard output has the table")
-            if not file.parent.is_dir():
-                raise ConfigError(f"{file}: there is no folder {file.parent}")
+        if any(str(file) == "-" for file in self):
+            raise ConfigError("-: expected a file: standard output has the table")
+        check_files(self)
 
     def write(self, results: Results) -> None:
         """Writes the others even if one cannot be written. Raises `OSError`."""

@@ -11,6 +11,7 @@ import click
 from disagg.commands.doctor.engines import ENGINES
 from disagg.commands.doctor.examination import examine, worst
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.files import check_files
 from disagg.commands.shell.numbers import MAX_SECONDS, Number
 from disagg.commands.shell.text import indented_json
 from disagg.core.errors import ConfigError
@@ -71,8 +72,7 @@ def doctor(
     """
     if names and not start_engines:
         raise ConfigError("engine: --no-engines starts none; omit one of both")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"{json_file}: there is no folder {json_file.parent}")
+    check_files([json_file])
     quiet = str(json_file) == "-"
     findings = []
     examined = examine(

@@ -15,6 +15,7 @@ from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.explain.summary import parse_link
 from disagg.commands.explain.table import show
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.files import check_files
 from disagg.commands.shell.text import indented_json
 from disagg.core.errors import ConfigError
 
@@ -104,6 +105,7 @@ def explain(
     name = shape or model
     if name is None:
         raise ConfigError("options: expected --model, or --layers, --kv-heads and --head-dim")
+    check_files([json_file, plot_file])
     sides = {"prefill": Side.parse(prefill), "decode": Side.parse(decode)}
     case = Case(model=name, num_layers=None if shape else layers, **sides, **settings)  # type: ignore[arg-type]
     request = ExplainRequest(
