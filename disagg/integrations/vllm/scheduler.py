@@ -440,6 +440,7 @@ class SchedulerHalf:
             self._step.declines.append(hand_off)
         if num_external > 0 and not is_loaded:
             self._step.unloadable.append(request.request_id)
+            self._failed[request.request_id] = False
 
     def _load(self, request: Request, hand_off: HandOff, blocks: KVCacheBlocks, num_external: int) -> bool:
         """Load all that was offered or nothing: windows and states are of the last token."""
@@ -546,9 +547,9 @@ class SchedulerHalf:
         if isinstance(report, WorkerReport):
             self._leases.update(report.leases)
             self.keeper.end(report.ended)
-        self._failed.update(dict.fromkeys(output.failed_recving, False))
         for req_id in output.finished_recving or ():
-            self._loading.pop(req_id, None)
+            if self._loading.pop(req_id, None) is not None and req_id in output.failed_recving:  # not of an aborted request
+                self._failed[req_id] = False
             if self._leases[req_id] > 0 and req_id not in self._held:  # another connector's load may end later
                 self._hold(req_id)
         for req_id in [req_id for req_id, count in self._leases.items() if count <= 0]:

@@ -882,3 +882,17 @@ def test_parameters_of_another_type_end_no_server(server: Start, wrong: Any) -> 
     decode = server()
     decode.run(decode.add(40, wrong))
     decode.check_empty()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["its client waits", "its client leaves"])
+def test_nothing_is_kept_of_a_failed_load(server: Start, policy: str, leaves: bool) -> None:
+    decode = server(policy=policy)
+    request = decode.add(80, handed_over())
+    decode.step()
+    if leaves:
+        decode.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    decode.step(finished_recving={request.request_id}, failed_recving={request.request_id})
+    decode.run(request)
+    decode.check_empty()
+    assert decode.scheduler.connector._scheduler._failed == {}
