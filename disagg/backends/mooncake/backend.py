@@ -175,7 +175,6 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
                     session,
                     self._limit,
                     connections=self._connections,
-                    by_caller=self._protocol == "tcp",
                     gpu=self._gpu,
                     readable=self._readable_of(regions),
                 )

@@ -86,13 +86,12 @@ class PeerQueue:
         limit: int,
         *,
         connections: EngineConnections,
-        by_caller: bool,
         gpu: Gpu | None,
         readable: Pieces | None,
     ) -> None:
         self._engine = engine
         self._takes_arrays = hasattr(engine, "batch_transfer_async_write_arrays")
-        self.by_caller = by_caller
+        self.by_caller = descriptor.protocol == "tcp"
         self._gpu = gpu
         self._opcodes = opcodes
         self._descriptor = descriptor
