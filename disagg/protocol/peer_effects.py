@@ -135,14 +135,13 @@ class Unanswered(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Effect: a peer, or this rank's leader, cannot be used before one of both is changed. Unless `final`, it may only not
-    know this rank yet.
+    """Effect: this rank cannot join its leader before one of them restarts, or a peer refuses it, perhaps only until it knows
+    this rank.
     """
 
     instance: str
     address: str
     problem: str
-    final: bool
 
 
 class Ready(NamedTuple):

@@ -419,11 +419,13 @@ class PeerTable:
         """Say hello again much later, since a change at the peer brings its own hello. If that has already come, or never
         will (a leader sends none to its own ranks), say it soon, unless the reason is final.
         """
-        self.effects.append(Refused(link.instance, link.address, problem, final))
+        is_own = link.instance == self.identity.instance
+        if final or not is_own:
+            self.effects.append(Refused(link.instance, link.address, problem))
         if final:
             link.reject(problem, now + self._limits.refused_retry_s)
             return
-        is_overtaken = link.heard or link.instance == self.identity.instance
+        is_overtaken = link.heard or is_own
         link.defer(problem, now + (self._limits.hello_retry_s if is_overtaken else self._limits.refused_retry_s))
 
     def _on_welcome(self, link: PeerConnection, welcome: Welcome, now: float) -> None:

@@ -38,8 +38,8 @@ class SendTable:
         offer = peer, request_id, attempt = _offer_of(session)
         if offer in self.offers:
             raise LocalProtocolError(f"request {session.key}: it is offered to {peer or 'any peer'} already")
-        if attempt is None:
-            self.ended.drop(peer, _any_attempt(request_id))
+        for whose in (peer, ANY):
+            self.ended.drop(whose, _any_attempt(request_id))
         used = (peer, session.key) in self.sessions or self.ended.get(peer, session.key) is not None
         if used and attempt is not None:
             whom = repr(peer) if peer else "any peer"

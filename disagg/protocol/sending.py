@@ -34,7 +34,7 @@ from disagg.protocol.types import (
 )
 
 REOFFER_S = 2.0
-"""How long a reserve waits for another offer if the last one, of any attempt, was given up: a client may ask once more."""
+"""How long a message waits for another offer if the last one, of any attempt, was given up: a client may ask once more."""
 MAX_RESENT = 20
 """How often a drained message is resent: for a minute and a half by default."""
 
@@ -172,8 +172,8 @@ class Sends:
         elif reason := self.table.refusal(peer, key):
             self._refuse(peer, message, reason)
         else:
-            for_s = REOFFER_S if self.table.given_up(peer, key.request_id) else NEVER
-            self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now, for_s=for_s))
+            answers = self.parked.answer(peer, message, now, for_s=self._parked_s(peer, key))
+            self._effects.extend(SendMessage(peer, answer) for answer in answers)
 
     def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
         """The peer may be one that this rank does not write to. It is answered, unless there is no room: it comes again."""
@@ -182,7 +182,7 @@ class Sends:
             return
         ended = self._claim(peer, key, now)
         session, _ = self._find(peer, key)
-        if ended is None and session is None and not self.parked.put(peer, key, message, now):
+        if ended is None and session is None and not self.parked.put(peer, key, message, now, for_s=self._parked_s(peer, key)):
             return
         self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
         if ended is None and session is not None:
@@ -210,7 +210,7 @@ class Sends:
                 if session.end_unreserved(peer, message.reason):
                     self._settle(session)
             elif session is None and self.table.ended.get(peer.instance, key) is None:
-                self.parked.put(peer, key, message, now)
+                self.parked.put(peer, key, message, now, for_s=self._parked_s(peer, key))
             return
         if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
@@ -288,6 +288,10 @@ class Sends:
         if ended is None:
             self._take(self.table.claim(peer, key), now)
         return ended
+
+    def _parked_s(self, peer: PeerRank, key: RequestKey) -> float:
+        """How long a message may wait for its sender, if not for the usual time."""
+        return REOFFER_S if self.table.given_up(peer, key.request_id) else NEVER
 
     def _find(self, peer: PeerRank, key: RequestKey) -> tuple[SendSession | None, Destination | None]:
         session = self.sessions.get((peer.instance, key))

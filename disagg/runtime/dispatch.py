@@ -37,8 +37,8 @@ from disagg.runtime.wire import Arrival, Closed, Reply, Wire
 logger = ThreadLog(__name__)
 
 NOT_CONFIGURED_S, REFUSED_S = 3.0, 15.0
-"""The log reports a peer that is not configured here, and one that does not know this rank, if that lasts so long: the two
-sides are seldom configured at once.
+"""The log reports a peer that is not configured here, and one that refuses this rank, if that lasts so long: the two sides are
+seldom configured at once.
 """
 SHORTAGE_S = 0.1
 """How long a shortage of descriptors is taken to last."""
@@ -150,10 +150,13 @@ class Dispatch:
                 self.channel.reply(connection, encode(message))
             case Unanswered(instance, address):
                 logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
-            case Refused(instance, address, problem, final):
-                me, after_s = self._handshake.me, 0.0 if final else REFUSED_S
-                who = "its leader" if instance == me.instance else f"peer {instance!r}"
-                self._warnings.warning("%s: %s at %s cannot be used: %s", me, who, address, problem, after_s=after_s)
+            case Refused(instance, address, problem):
+                me = self._handshake.me
+                if instance == me.instance:
+                    self._warnings.warning("%s: its leader at %s refused it: %s", me, address, problem)
+                else:
+                    what = "%s: peer %r at %s cannot be used: %s"
+                    self._warnings.warning(what, me, instance, address, problem, after_s=REFUSED_S)
             case Probe(dial):
                 if resolved := self._dials.get(dial):
                     self.probes.begin(dial, resolved, now)

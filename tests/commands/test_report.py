@@ -41,6 +41,7 @@ def description(name: str) -> Description:
         table=b"",
         placements=b"",
         pid=1,
+        process="",
         boot_id="",
         now=0.0,
         versions={"nixl": "1"},

@@ -39,7 +39,7 @@ LABELS = {
     "outcome": {"ok", "failed"},
     "cause": {cause.value for cause in Cause},
     "reason": {reason.value for reason in Quarantine},
-    "state": {state.value for state in (*ReceiveState, *SendState)},
+    "state": {"unopened", *(state.value for state in (*ReceiveState, *SendState))},
     "phase": {"bind", "pack", "post", "wire", "unpack"},
     "way": {"direct", "source", "packed"},
     "what": {"connection", "hello", "message"},

@@ -12,6 +12,7 @@ import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
 from disagg.protocol.peer_effects import ConnectionLimits, SendHello, Undecided
+from disagg.runtime import dispatch
 from disagg.state import paged
 from harness.ports import free_ports
 from tests.backends.conftest import require_engine
@@ -170,6 +171,18 @@ def test_a_peer_that_is_refused_for_good_is_logged_once_on_each_side(caplog: pyt
             "decode/0: rejected a hello: model: 'm' at prefill/0, 'another' at decode/0",
             "prefill/0: rejected a hello: model: 'another' at decode/0, 'm' at prefill/0",
         ]
+
+
+def test_a_peer_that_refuses_this_rank_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once that has lasted. Here its name is another one, so it says no hello, and only its own log would have it."""
+    monkeypatch.setattr(dispatch, "REFUSED_S", 0.3)
+    caplog.set_level(logging.WARNING)
+    with ExitStack() as stack:
+        decode = opened(stack, "decode-1")
+        opened(stack, "prefill", peers={"decode": decode.address})
+        until(lambda: f"prefill/0: peer 'decode' at {decode.address} cannot be used: decode-1/0 is at" in caplog.text)
 
 
 def test_an_absent_peer_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

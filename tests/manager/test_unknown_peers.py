@@ -417,7 +417,7 @@ def test_a_rank_that_cannot_join_its_leader_says_so(caplog: pytest.LogCaptureFix
         with rank_of_two(1, first.address, tp=2 if leader == "never was there" else 4) as second:
             until(lambda: problem in unready(second._runtime))
             assert "it has not joined its leader" in unready(second._runtime)
-    assert ("its leader at" in caplog.text) is (leader == "refuses")
+    assert ("refused it" in caplog.text) is (leader == "refuses")
 
 
 def test_a_rank_whose_leader_has_gone_says_so() -> None:

@@ -147,6 +147,26 @@ def test_a_reserve_of_an_offer_that_was_given_up_is_refused_soon() -> None:
     assert len(sessions.sends.parked) == 1, "the other request was never offered"
 
 
+@pytest.mark.parametrize("message", [decline(3), abort(3)], ids=["decline", "abort"])
+def test_what_comes_for_an_offer_that_was_given_up_does_not_end_a_later_one(message: Decline | Abort) -> None:
+    """Both servers may refuse a prompt, and a client uses the same id again."""
+    sessions = sessions_of()
+    sessions.sends.abort(offer(sessions), RequestAborted("the prompt is too long"), 0.0)
+    sessions.on_message(D0, message, 1.0)
+    sessions.tick(1.0 + REOFFER_S)
+    assert len(sessions.sends.parked) == 0
+    assert not offer(sessions).is_bound
+
+
+@pytest.mark.parametrize(("peer", "attempt"), [("D", None), ("D", 4), ("", 4)])
+def test_any_later_offer_replaces_one_that_was_given_up(peer: str, attempt: int | None) -> None:
+    sessions = sessions_of()
+    sessions.sends.abort(offer(sessions), RequestAborted("the client is gone"), 0.0)
+    offer(sessions, peer=peer, attempt=attempt)
+    sessions.on_message(E0, reserve(3), 1.0)
+    assert sessions.sends.parked.next_expiry == 1.0 + Limits().parked_reserve_s
+
+
 def test_a_reserve_binds_a_later_offer_than_the_one_that_was_given_up() -> None:
     sessions = sessions_of()
     for _ in range(2):

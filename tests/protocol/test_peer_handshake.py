@@ -71,7 +71,7 @@ def test_a_refused_welcome_sets_the_problem_and_is_retried() -> None:
     assert "protocol version" in table.instances["decode-0"].refusal
     (told,) = take_effects(table)
     assert isinstance(told, Refused)
-    assert ((told.instance, told.address, told.final), "protocol version" in told.problem) == (("decode-0", LEADER, True), True)
+    assert ((told.instance, told.address), "protocol version" in told.problem) == (("decode-0", LEADER), True)
     table.tick(LIMITS.refused_retry_s - 1.0)
     assert take_effects(table) == []
     table.tick(LIMITS.refused_retry_s)
@@ -118,7 +118,7 @@ def test_a_refusal_that_the_peers_hello_has_overtaken_is_asked_about_again() -> 
     table.tick(0.2 + LIMITS.hello_retry_s)
     assert SendHello(0) in take_effects(table)
     reply(table, LEADER, Reject(field="hello", reason="not configured"), 2.0)
-    assert take_effects(table) == [Refused("decode-0", LEADER, "not configured", final=False)]
+    assert take_effects(table) == [Refused("decode-0", LEADER, "not configured")]
     table.tick(2.0 + LIMITS.max_hello_retry_s)
     assert take_effects(table) == []
 

@@ -18,8 +18,8 @@ BACKLOG = 4096
 
 
 class Mappings:
-    """The owner's side. Peers connect to `address`; the kernel keeps `BACKLOG` of them until `holders` is called.
-    Thread-safe.
+    """The owner's side. Peers connect to `address`; the kernel keeps `BACKLOG` of them until `holders` is called,
+    which any thread may do.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Mappings:
         self._lock = threading.Lock()
         self._held: list[tuple[socket.socket, int]] = []
         self.seen: set[int] = set()
-        """Process ids of all mappings found so far; 0: another namespace's."""
+        """Process ids of all mappings found so far; 0: another namespace's, or not known."""
 
     def holders(self) -> tuple[int, ...]:
         with self._lock:
@@ -46,7 +46,10 @@ class Mappings:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # none is left, or no descriptor
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is left
+                self.seen.add(0)
                 return
             pid = pid_of(connection)
             self._held.append((connection, pid))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import signal
 import sys
 import time
 import typing
@@ -357,7 +356,6 @@ def bench(
             raise ConfigError("compare: expected no file to write, which is for a run")
         sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
     logging.basicConfig(level=logging.ERROR)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the rows so far
     files.check()
     with results_to(files) as results:
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)

@@ -190,9 +190,9 @@ def _cpu_s(ranks: Ranks) -> float:
 
 def _by_process(cpu_s: Mapping[Remote, float]) -> float:
     """The sum over processes: ranks that are threads of one process all tell its time."""
-    found: dict[tuple[str, int], float] = {}
+    found: dict[str, float] = {}
     for remote, seconds in cpu_s.items():
-        process = remote.about.boot_id, remote.about.pid
+        process = remote.about.process
         found[process] = max(seconds, found.get(process, 0.0))
     return sum(found.values())
 

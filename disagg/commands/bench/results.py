@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,13 +70,18 @@ class Files(NamedTuple):
 
 @contextmanager
 def results_to(files: Files) -> Iterator[Results]:
-    """Written however the block ends: a failed case does not cost those before it."""
+    """Written however the block ends, also by SIGTERM: a failed case does not cost those before it. In the main thread."""
     results = Results()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield results
     finally:
-        if results.rows:
-            files.write(results)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no file is cut off
+        try:
+            if results.rows:
+                files.write(results)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def print_rows(rows: Sequence[Row], *, latency: bool = False) -> None:

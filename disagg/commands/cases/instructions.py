@@ -195,7 +195,7 @@ class Failed(Reply, frozen=True):
 
 class Description(Reply, frozen=True):
     """`rows`: of its pools, by component. `table`: its instance's layout. `arena`: address and bytes of all its pools.
-    `thresholds`: packing thresholds in bytes, by origin.
+    `thresholds`: packing thresholds in bytes, by origin. `process`: equal for ranks that are threads of one process.
     """
 
     name: str
@@ -213,6 +213,7 @@ class Description(Reply, frozen=True):
     table: bytes
     placements: bytes
     pid: int
+    process: str
     boot_id: str
     now: float
     versions: dict[str, str]
@@ -235,8 +236,8 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunReport(Reply, frozen=True):
-    """`ways`: bytes by path. `posts`: descriptors for the engine. `cpu_s`: of the rank's process, from the common start to
-    the rank's last event.
+    """`ways`: bytes by path. `posts`: descriptors for the engine. `cpu_s`: of the rank's process, from the start of
+    the rank's run to its last event.
     """
 
     results: tuple[Result, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,11 +118,16 @@ class ResidentRank:
             table=table.encode(),
             placements=encode_placements(self.pools.components),
             pid=os.getpid(),
+            process=PROCESS,
             boot_id=boot_id(),
             now=time.monotonic(),
             versions=versions(self.manager.backend.name),
             thresholds={"declared" if self.config.pack_below is None else "set": [self.manager.health().pack_below]},
         )
+
+
+PROCESS = secrets.token_hex(8)
+"""Of this process alone: containers of one host may have the same process ids."""
 
 
 def boot_id() -> str:

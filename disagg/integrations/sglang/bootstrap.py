@@ -39,6 +39,8 @@ MAX_MISSES = 3
 """An instance counts as gone, and rooms get no rank, after so many failed lookups."""
 TELL_AGAIN_S = (0.1, 0.5, 2.0, 5.0)
 """The pauses before a server that failed is told a room's rank again."""
+FORGET_S = 10.0
+"""After this time without a question, a room counts as another request's."""
 MAX_NBYTES = 1 << 16
 MAX_GROUPS = 1024
 MAX_ASKED = 256
@@ -84,7 +86,7 @@ class BootstrapServers:
         self._asked: dict[str, Future[Served]] = {}
         self._asked_ranks: dict[str, Future[dict[str, int]]] = {}
         self._questions: dict[str, Question] = {}
-        self._since: dict[str, dict[int, float]] = {}
+        self._since: dict[str, tuple[float, dict[int, float]]] = {}
         self._connector = aiohttp.TCPConnector(limit=0, loop=self._loop)  # keeps connections
         self._told: set[Future[None]] = set()
         self._wait_at = 0.0
@@ -149,8 +151,10 @@ class BootstrapServers:
     def _late(self, server: str, rooms: Sequence[int]) -> dict[str, int]:
         if server not in self._since and len(self._since) >= MAX_ASKED:
             self._since.clear()
-        now, asked = time.monotonic(), self._since.get(server, {})
-        since = self._since[server] = {room: asked.get(room, now) for room in rooms}
+        now = time.monotonic()
+        last, asked = self._since.get(server, (now, {}))
+        since = {room: now if now - last > FORGET_S else asked.get(room, now) for room in rooms}
+        self._since[server] = now, since
         begun = now - envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         return {str(room): NO_RANK for room in rooms if since[room] < begun}
 

@@ -302,9 +302,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return found
 
     def decline(self, receiver: Any) -> None:
-        """Tell prefill, if it is known, that a request without a reservation is not wanted."""
-        to = receiver.prefill or named(receiver.bootstrap_addr)
-        if to is None:
+        """Tell prefill, if it is known and was not replaced, that a request without a reservation is not wanted."""
+        to, server = receiver.prefill or named(receiver.bootstrap_addr), self._served.get(receiver.bootstrap_addr)
+        if to is None or (server is not None and to not in server.prefills.values()):
             return
         try:
             self._decline(receiver.bootstrap_room, to, receiver.attempt)
@@ -319,20 +319,21 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         its bootstrap server has one data-parallel rank.
         """
         room, reason = request.bootstrap_room, getattr(request.finished_reason, "message", "the request was refused")
-        if self.rooms.is_taken(room):
-            return
         try:
+            self.check_request(request)
+            if self.rooms.is_taken(room):
+                return
             if self.disaggregation_mode == DisaggregationMode.PREFILL:
                 sender = self.transfers.sender(request_id(room), peer=None, attempt=None, deadline_s=None, tag=_nobody)
                 sender.abort(reason)
                 return
-            self.check_request(request)
+            attempt = self.rooms.next_attempt(room)
             host = bracketed(request.bootstrap_host.strip("[]"))
             server = f"{host}:{request.bootstrap_port}"
             served = self._served.get(server)
             known = (named(server),) if served is None else tuple(served.prefills.values())
             if len(known) == 1 and known[0] is not None:
-                self._decline(room, known[0], self.rooms.next_attempt(room))
+                self._decline(room, known[0], attempt)
         except DisaggError as error:
             logger.debug("room %r is refused, and nobody told: %s", room, error)
 

@@ -26,7 +26,7 @@ class Rooms:
         self._owners[key] = owner
         return key
 
-    def is_taken(self, room: Any) -> bool:
+    def is_taken(self, room: int) -> bool:
         return room in self._owners
 
     def owns(self, key: int, owner: Any) -> bool:

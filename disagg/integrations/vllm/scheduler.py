@@ -406,11 +406,13 @@ class SchedulerHalf:
 
         A request whose load has failed stands before all others, and may need more blocks than it gave back: computing also
         writes those before a window. If it does not fit, vLLM looks at no other, although these may hold the blocks. So it
-        steps aside in every other step.
+        steps aside once, and in every other step while its old blocks are held.
         """
         if (was_asked := self._failed.get(request.request_id)) is not None:
             self._failed[request.request_id] = not was_asked
             if was_asked:
+                if request.request_id not in self._held:
+                    del self._failed[request.request_id]  # vLLM looks at it after those with blocks from now on
                 return None, False
         if HandOff.part(request.kv_transfer_params) is not None and not self._prompts.is_known(request):
             return None, False

@@ -133,7 +133,19 @@ def test_prefill_hears_what_decode_refuses(prefill: Side, decode: Side, host: st
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("room", [None, "x", 2**70, -1])
+def test_a_replaced_prefill_is_told_nothing(decode: Side) -> None:
+    """It would be dialled again for that."""
+    gone, new = (Prefill(name, f"tcp://127.0.0.1:{port}", 0) for name, port in (("gone", 1), ("new", 2)))
+    decode.manager._served[SERVER] = Served(None, {0: new})
+    receiver = SimpleNamespace(prefill=gone, bootstrap_addr=SERVER, bootstrap_room=7, attempt=0)
+    decode.manager.decline(receiver)
+    assert decode.transfers.peer("gone").state == "unknown"
+    receiver.prefill = new
+    decode.manager.decline(receiver)
+    assert decode.transfers.peer("new").state != "unknown"
+
+
+@pytest.mark.parametrize("room", [None, "x", 2**70, -1, [7], {}])
 def test_a_room_that_cannot_be_is_refused_quietly(prefill: Side, decode: Side, room: Any) -> None:
     for side in (prefill, decode):
         side.manager.refused(asked(room))
