@@ -113,6 +113,8 @@ READ_BY_PROXY = {"include_stop_str_in_output": bool, "return_token_ids": bool, "
 """Of these the proxy needs the values. A server also reads texts, such as `"false"`."""
 TURN_WAIT_S = 1.0
 """How long the next turn waits for that. Prefill then computes it without."""
+ANSWER_S = 1.0
+"""How long a count of decode's waits for that of prefill."""
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
 DECLINED = "decode does not want the request"
 """In the error of SGLang's prefill: decode has all of it cached, or computes it."""
@@ -614,26 +616,29 @@ async def fill_in_prompt(event: Any, prefilling: asyncio.Task[Any]) -> bool:
 
 async def fill_in_cached(event: Any, prefilling: asyncio.Task[Any]) -> bool:
     """Count as cached what prefill had cached, where vLLM's decode counts all that it did not compute."""
-    for known in counts_of(answer_by_now(prefilling)):
+    answer = await answer_soon(prefilling)
+    for known in counts_of(answer):
         for found in counts_of(event):
             found["cached_tokens"] = min(found["cached_tokens"], known["cached_tokens"])
-    return False
+    return not answer
 
 
 async def fill_in_cache_read(event: Any, prefilling: asyncio.Task[Any]) -> bool:
     """As `fill_in_cached`, in the form of `/v1/messages`, whose `input_tokens` are those that were not cached."""
-    known = (answer_by_now(prefilling).get("usage") or {}).get("cache_read_input_tokens")
+    answer = await answer_soon(prefilling)
+    known = (answer.get("usage") or {}).get("cache_read_input_tokens")
     for part in (event, event.get("message") or {}):
         usage = part.get("usage") or {}
         if known is not None and usage.get("cache_read_input_tokens") is not None:
             num_less = max(0, usage["cache_read_input_tokens"] - known)
             usage["cache_read_input_tokens"] -= num_less
             usage["input_tokens"] += num_less
-    return False
+    return not answer
 
 
-def answer_by_now(prefilling: asyncio.Task[Any]) -> Any:
-    """Prefill's answer; empty if there is none yet, or prefill has failed."""
+async def answer_soon(prefilling: asyncio.Task[Any]) -> Any:
+    """Prefill's answer, which is on its way once decode has the state; empty if it does not come, or prefill has failed."""
+    await asyncio.wait({prefilling}, timeout=ANSWER_S)
     has_answered = prefilling.done() and not prefilling.cancelled() and prefilling.exception() is None
     return prefilling.result() if has_answered else {}
 

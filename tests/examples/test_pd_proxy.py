@@ -1413,17 +1413,23 @@ def cached(count: int, *, name: str = "prompt_tokens_details") -> dict[str, Any]
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
 @pytest.mark.parametrize(("of_prefill", "of_decode", "expected"), [(3, 8, 3), (0, 8, 0), (7, 2, 2), (None, 8, 8)])
-def test_cached_tokens_are_those_of_prefill(of_prefill: int | None, of_decode: int, expected: int, stream: bool) -> None:
-    """To vLLM's decode all that prefill has computed is cached. If it has computed the prompt itself, its count is right."""
+def test_cached_tokens_are_those_of_prefill(
+    of_prefill: int | None, of_decode: int, expected: int, slow: str, stream: bool
+) -> None:
+    """To vLLM's decode all that prefill has computed is cached. If it has computed the prompt itself, its count is right. It
+    may have answered before prefill has.
+    """
 
     async def counts(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(0.1 * (slow == "prefill"))
         known = {} if of_prefill is None else cached(of_prefill)
         found = json.loads((await prefills(request, asked)).body)  # type: ignore[attr-defined]
         return web.json_response({**found, **known})
 
     async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1 * (slow == "decode"))
         event = {"choices": [], **cached(of_decode)}
         data = b'data: {"choices": []}\n\ndata: ' + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n"
         return await (sse(data) if stream else says(200, event))(request, asked)
@@ -1436,13 +1442,27 @@ def test_cached_tokens_are_those_of_prefill(of_prefill: int | None, of_decode: i
     run(scenario, StandIn(counts), StandIn(later))
 
 
-def test_cached_tokens_of_a_response_are_those_of_prefill() -> None:
+def test_counts_do_not_wait_for_a_silent_prefill_again_and_again() -> None:
+    """Decode has computed the prompt itself."""
+    event = b"data: " + json.dumps({"choices": [], **cached(2)}).encode() + b"\n\n"
+
+    async def scenario(pair: Pair) -> None:
+        async with asyncio.timeout(30):
+            _, text, _ = await pair.post({**COMPLETION, "stream": True})
+        assert text.count('"cached_tokens": 2') == 60
+
+    run(scenario, StandIn(hangs), StandIn(sse(*[event] * 60)))
+
+
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+def test_cached_tokens_of_a_response_are_those_of_prefill(slow: str) -> None:
     async def counts(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await asyncio.sleep(0.1 * (slow == "prefill"))
         found = json.loads((await prefills(request, asked)).body)  # type: ignore[attr-defined]
         return web.json_response({**found, **cached(0, name="input_tokens_details")})
 
     async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1 * (slow == "decode"))
         ended = {"type": "response.completed", "response": cached(8, name="input_tokens_details")}
         return await sse(RESPONSE, b"data: " + json.dumps(ended).encode() + b"\n\n")(request, asked)
 
