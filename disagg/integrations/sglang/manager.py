@@ -303,8 +303,11 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     def decline(self, receiver: Any) -> None:
         """Tell prefill, if it is known and was not replaced, that a request without a reservation is not wanted."""
-        to, server = receiver.prefill or named(receiver.bootstrap_addr), self._served.get(receiver.bootstrap_addr)
-        if to is None or (server is not None and to not in server.prefills.values()):
+        to = receiver.prefill or named(receiver.bootstrap_addr)
+        if to is None:
+            return
+        served = self._served.get(receiver.bootstrap_addr)
+        if served is not None and to not in served.prefills.values():
             return
         try:
             self._decline(receiver.bootstrap_room, to, receiver.attempt)
