@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferErr
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.core import _native
-from disagg.core.address import bracketed, parse_address
+from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
@@ -331,8 +331,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 sender.abort(reason)
                 return
             attempt = self.rooms.next_attempt(room)
-            host = bracketed(request.bootstrap_host.strip("[]"))
-            server = f"{host}:{request.bootstrap_port}"
+            server = name_of(control_address(request.bootstrap_host, request.bootstrap_port))
             served = self._served.get(server)
             known = (named(server),) if served is None else tuple(served.prefills.values())
             if len(known) == 1 and known[0] is not None:

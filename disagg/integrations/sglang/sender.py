@@ -10,9 +10,9 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from disagg.core.address import bracketed
 from disagg.core.errors import DisaggError
 from disagg.integrations.handoff import Payload
+from disagg.integrations.sglang.bootstrap import control_address, name_of
 from disagg.integrations.sglang.manager import ENGINE, Owner
 from disagg.integrations.sglang.prompts import Prompt
 from disagg.integrations.sglang.rooms import taken
@@ -57,7 +57,7 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
     def _register_prefill_dp_rank(self) -> None:
         """SGLang would wait here for the server, which clients choose. Their IPv6 addresses may have no brackets."""
         host, _, port = self.bootstrap_server_url.rpartition(":")
-        server = f"{bracketed(host.strip('[]'))}:{port}"
+        server = name_of(control_address(host, port))
         self.kv_mgr.bootstrap.tell_rank(server, self.bootstrap_room, self.kv_mgr.attn_dp_rank)
 
     def look(self) -> None:
