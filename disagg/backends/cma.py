@@ -63,10 +63,8 @@ class CmaPeer(AdapterPeer):
         self.num_copying = 0
 
     def refusal(self) -> str | None:
-        left = (
-            f"is process {self.process.pid}, which has ended or executes another program" if self.process.has_left() else None
-        )
-        return super().refusal() or left
+        what = f"is process {self.process.pid}, which has ended or executes another program"
+        return super().refusal() or (what if self.process.has_left() else None)
 
 
 class CmaDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

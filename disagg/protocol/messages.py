@@ -112,7 +112,7 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
 
 class Writing(Message, frozen=True, tag="writing", kw_only=True):
     """The engine with which this rank writes to the receiver at this epoch and generation. Sent before the first write, and
-    again after each welcome, because a new connection loses what was sent before its hello.
+    again after each welcome: a message that comes before a new connection's hello is ignored.
     """
 
     engine: Name

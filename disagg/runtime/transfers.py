@@ -155,7 +155,7 @@ class Transfers:
                 self._ended.append(effect)
 
     def carry_out_leases(self) -> None:
-        """The control thread ends, but what was proved stays true."""
+        """End leases although the control thread dies: what was proved about them still holds."""
         for effect in self._sessions.effects:
             if isinstance(effect, ReleaseLease | QuarantineLease):
                 _end_lease(effect)
@@ -294,7 +294,7 @@ class Transfers:
         )
 
     def finish(self) -> None:
-        """Count what has settled, and end requests. Called last: it delays no message, and may yield the GIL."""
+        """Count what has settled, and end requests. Called last, so that it delays no message: it may yield the GIL."""
         for report, session in self._settled:
             self._stats.add(report)
             if session is not None:

@@ -13,7 +13,7 @@ from disagg.backends.cuda.driver import CudaError
 
 
 class FullGpu:
-    """Answers as the driver does if `refused` fails; counts what is allocated."""
+    """A driver whose function `refused` fails. It counts what is allocated."""
 
     def __init__(self, refused: str) -> None:
         self.refused = refused
