@@ -54,11 +54,11 @@ CONNECTION_TABLE: dict[tuple[ConnectionState, ConnectionStep], ConnectionState] 
 class PeerConnection:
     """Only its own methods change it, but for `armed_at`.
 
-    `epoch` is that of the peer's process, 0 until known. A side that gives up starts a new `generation` and names it in its
-    next hello, so that both end the old one; a new process starts at 0. `asked` counts hellos whose welcome may still come,
-    `unanswered` those since anything came back. `heard`: the peer has said hello since this side last did. `renews`: the
-    last hello was welcomed, and nothing has called for another since. The peer is lost at `lost_at` unless it has connected
-    by then.
+    `epoch` is that of the peer's process, 0 until known; `named` is what the last hello has named. A side that gives up starts
+    a new `generation` and names it in its next hello, so that both end the old one; a new process starts at 0. `asked` counts
+    hellos whose welcome may still come, `unanswered` those since anything came back. `heard`: the peer has said hello since
+    this side last did. `renews`: the last hello was welcomed, and nothing has called for another since. The peer is lost at
+    `lost_at` unless it has connected by then.
     """
 
     instance: str
@@ -67,6 +67,7 @@ class PeerConnection:
     dial: int
     generation: int = 0
     epoch: int = 0
+    named: int = 0
     hello_at: float = 0.0
     state: ConnectionState = ConnectionState.GREETING
     problem: str = NO_ANSWER
@@ -126,7 +127,7 @@ class PeerConnection:
 
     def greet(self, *, awaited: bool) -> None:
         """`awaited`: the connection is of no use without the answer."""
-        self.asked, self.heard = min(self.asked + 1, MAX_ASKED), False
+        self.asked, self.heard, self.named = min(self.asked + 1, MAX_ASKED), False, self.epoch
         self.unanswered += awaited
 
     def renew(self) -> None:

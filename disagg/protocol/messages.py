@@ -64,11 +64,11 @@ class Lending(msgspec.Struct, frozen=True):
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process; the highest
-    wins. `generation` counts the connections to the peer's process at `peer_epoch` (0: none yet) that either side gave
-    up. Ranks of the same instance send `address` to their leader. `leader` is the address of the instance's leader, for
-    peers that admit unknown instances. `again`: no connection of the receiver is open, so the sender waits for its hello
-    on one. `to` is the instance and rank that the sender expects at the address; any other rank rejects the hello.
-    `packs`: the sender can fill slots.
+    wins. `generation` counts the connections to the peer's process at `peer_epoch` (0: none yet) that either side gave up.
+    A rank at another epoch welcomes the sender, but takes nothing that follows. Ranks of the same instance send `address`
+    to their leader. `leader` is the address of the instance's leader, for peers that admit unknown instances. `again`: no
+    connection of the receiver is open, so the sender waits for its hello on one. `to` is the instance and rank that the
+    sender expects at the address; any other rank rejects the hello. `packs`: the sender can fill slots.
     """
 
     version: int

@@ -11,8 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Set
 
-import msgspec
-
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
 from disagg.protocol.connection import LEADER, PeerConnection, PeerInstance
 from disagg.protocol.inbound import Accepted, InboundConnections, Members, check_dialable
@@ -297,8 +295,6 @@ class PeerTable:
         except LayoutError as error:
             self._reject(connection, str(error), final=True)
             return
-        if hello.peer_epoch != self.identity.epoch:  # its generation is an earlier process's
-            hello = msgspec.structs.replace(hello, generation=0)
         try:
             welcome = self._accept_hello(hello, self.members.named)
         except Undecided as error:
@@ -308,7 +304,9 @@ class PeerTable:
             self._reject(connection, str(error), final=True)
             self._expel(hello.instance)
             return
-        if hello.instance != self.identity.instance:
+        if hello.peer_epoch not in (0, self.identity.epoch):  # it was sent to an earlier process, as what follows it
+            self._inbound.forget(connection)
+        elif hello.instance != self.identity.instance:
             self._inbound.accept(connection, hello, members=self.members.num_changes)
             self._on_accepted(hello, now)
         self.effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
@@ -446,6 +444,9 @@ class PeerTable:
         if welcome.epoch != link.epoch:
             self._links.drop(link, "restarted")
             link.begin(welcome.epoch, 0)
+        if link.named not in (0, link.epoch):  # the peer takes nothing after a hello to another process
+            self._links.greet_soon(link, now)
+            return
         if welcome.generation != link.generation:
             return  # of an earlier generation, whose loans are void
         if link.is_ready and link.lending not in (None, welcome.lending):

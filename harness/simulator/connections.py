@@ -2,9 +2,11 @@
 
 The peer tables are the real ones; processes, the network and the clock are not. Messages take random times. A killed process
 closes its connections, a cut loses messages and ends connections that are silent for too long, and libzmq's reconnections are
-played as they happen: under the same number on one side, as a new connection on the other.
+played as they happen: under the same number on one side, as a new connection on the other, on which everything arrives that
+was sent while nobody listened.
 
-After each fault both sides must become ready again, and no fault may cost a process its peer more than once.
+After each fault both sides must become ready again, and no fault may cost a process its peer more than once. A message about a
+request must be taken only by the process that it was sent to.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Hello, Lending, Member, Welcome, decode, encode
+from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Drained, Hello, Lending, Member, Welcome, decode, encode
 from disagg.protocol.peer_effects import (
     Connect,
     ConnectionLimits,
@@ -37,16 +39,21 @@ ADDRESSES = {"prefill": "tcp://10.0.0.1:7000", "decode": "tcp://10.0.0.2:7000"}
 STEP_S = 0.05
 FAULTS_S, SETTLE_S, NUM_SINGLE = 60.0, 25.0, 5
 """How long faults happen in quick succession, how long both sides may take to become ready, and the number of single faults."""
+ABOUT_REQUESTS = 0.3
+"""How often a process that is ready sends a message about a request."""
 
 
 @dataclass(eq=False)
 class Process:
-    """One process of an instance, and the connections that it has opened: dial -> number of the connection under it."""
+    """One process of an instance, and the connections that it has opened: dial -> number of the connection under it. `unsent`:
+    what it sent while nobody listened.
+    """
 
     name: str
     table: PeerTable
     alive: bool = True
     opened: dict[int, int] = field(default_factory=dict)
+    unsent: list[tuple[int, AnyMessage]] = field(default_factory=list)
 
     @property
     def who(self) -> str:
@@ -54,11 +61,14 @@ class Process:
 
 
 class ConnectionWorld:
-    """Two instances of one rank each. `lost` has the time of every loss, the process that lost its peer, and the cause."""
+    """Two instances of one rank each. `lost` has the time of every loss, the process that lost its peer, and the cause;
+    `misled` the processes that took a message for another one.
+    """
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.lost: list[tuple[float, str, str]] = []
+        self.misled: list[str] = []
         self._rng = random.Random(seed)
         self._epochs = itertools.count(1)
         self._numbers = itertools.count()
@@ -87,6 +97,10 @@ class ConnectionWorld:
         other = _other(name)
         table.add_peer(other, ADDRESSES[other], None, self.now)
         self._carry_out(process)
+        if (waiting := self.live.get(other)) is not None:
+            unsent, waiting.unsent = waiting.unsent, []
+            for dial, message in unsent:
+                self._send(waiting, dial, message)
 
     def kill(self, name: str) -> None:
         """The process ends: its connections close, and what it had sent before still arrives."""
@@ -144,13 +158,20 @@ class ConnectionWorld:
 
     def _send(self, process: Process, dial: int, message: AnyMessage) -> None:
         number, target = process.opened.get(dial), self.live.get(_other(process.name))
-        if number is None or target is None or self.now < self._cut_until:
+        if number is None or self.now < self._cut_until:
+            return
+        if target is None:
+            process.unsent.append((dial, message))
             return
         data, connection = encode(message), _connection(process, dial, number)
 
         def arrive() -> None:
-            if target.alive:
-                target.table.on_inbound(connection, "", decode(data), self.now)
+            if not target.alive:
+                return
+            found = decode(data)
+            is_taken = target.table.on_inbound(connection, "", found, self.now) is not None
+            if is_taken and isinstance(found, Drained) and found.nonce != target.table.identity.epoch:
+                self.misled.append(f"{target.who} took a message for {target.name}@{found.nonce} at {self.now:.2f}")
 
         self._deliver((connection, "out"), arrive)
 
@@ -190,6 +211,12 @@ class ConnectionWorld:
             case Lost(_, _, _, cause):
                 self.lost.append((self.now, process.who, cause))
 
+    def _ask(self, process: Process) -> None:
+        """Send a message about a request, which names the process that it is for."""
+        link = process.table.link(PeerRank(_other(process.name), 0))
+        if link is not None and self._rng.random() < ABOUT_REQUESTS:
+            self._send(process, link.dial, Drained(request_id=bytes(16), attempt=0, nonce=link.epoch))
+
     # -- time --------------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float, fault: Callable[[], None] | None = None) -> None:
@@ -204,6 +231,7 @@ class ConnectionWorld:
             for process in list(self.live.values()):
                 process.table.tick(self.now)
                 self._carry_out(process)
+                self._ask(process)
 
     def ready(self) -> bool:
         """Whether both sides are ready."""
@@ -220,7 +248,8 @@ def check_connections(seed: int) -> list[str]:
 
     world.run(FAULTS_S, fault)
     world.run(SETTLE_S)
-    found = [] if world.ready() else ["not ready after many faults"]
+    found = world.misled if world.ready() else [*world.misled, "not ready after many faults"]
+    world.misled = []
     for _ in range(NUM_SINGLE):
         before = len(world.lost)
         what, allowed = _fault(world, rng)
@@ -230,6 +259,8 @@ def check_connections(seed: int) -> list[str]:
             found.append(f"not ready after {what}")
         if any(lost[who] > allowed.get(who, 0) for who in lost):
             found.append(f"after {what}, more losses than {allowed}: {world.lost[before:]}")
+        found += [f"after {what}, {each}" for each in world.misled]
+        world.misled = []
     return [f"seed {seed}: {each}" for each in found]
 
 
