@@ -248,28 +248,44 @@ PREDICTING: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
 """Models with a layer for multi-token prediction, which transformers does not have."""
 
 
-def write_eagle(folder: Path, *, num_kv_heads: int = 4) -> Path:
-    """Write an EAGLE head of the model `llama` to `folder`, with random weights: what it drafts depends on the prompt, and the
-    model rejects it.
+def write_head(folder: Path, method: str = "eagle", *, num_kv_heads: int = 4) -> Path:
+    """Write a head for a speculative method, `eagle`, `eagle3` or `dflash`, of the model `llama` to `folder`, with random
+    weights: what it drafts depends on the prompt, and the model rejects it.
     """
     config = _llama().config.to_dict()
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    num_layers, num_combined, described = HEADS[method]
     rows = {"q": config["num_attention_heads"] * dim, "k": num_kv_heads * dim, "v": num_kv_heads * dim}
-    sizes = {f"layers.0.self_attn.{name}_proj": (size, hidden) for name, size in rows.items()}
-    sizes |= {
-        "layers.0.self_attn.o_proj": (hidden, rows["q"]),
-        "layers.0.mlp.down_proj": (hidden, inner),
-        "fc": (hidden, 2 * hidden),
-    }
-    sizes |= {f"layers.0.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    attended = 2 * hidden if method == "eagle3" else hidden  # the token's embedding beside the model's hidden state
+    sizes = {"fc": (hidden, num_combined * hidden)}
+    for layer in (f"layers.{number}." for number in range(num_layers)):
+        sizes |= {f"{layer}self_attn.{name}_proj": (size, attended) for name, size in rows.items()}
+        sizes |= {f"{layer}mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        sizes |= {f"{layer}self_attn.o_proj": (hidden, rows["q"]), f"{layer}mlp.down_proj": (hidden, inner)}
     random = torch.Generator().manual_seed(5)
     weights = {f"{name}.weight": torch.randn(size, generator=random) * 0.2 for name, size in sizes.items()}
     weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    given = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_key_value_heads": num_kv_heads}
+    given = {**described, "num_hidden_layers": num_layers, "num_key_value_heads": num_kv_heads}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**config, **given}))
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+HEADS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
+    "eagle": (1, 2, {"architectures": ["LlamaForCausalLM"]}),
+    "eagle3": (1, 3, {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
+    "dflash": (
+        2,
+        2,
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": EOS},
+        },
+    ),
+}
+"""Of each method: its layers, how many of the model's hidden states it combines, and what its configuration says of it."""
 
 
 def save_model(model: Any, folder: Path) -> Path:

@@ -31,7 +31,7 @@ from disagg.integrations.vllm.drafts import Drafts
 from disagg.integrations.vllm.groups import Kind, check_engine, component_names, read_groups
 from disagg.integrations.vllm.identity import draft_heads, identify_draft
 from disagg.integrations.vllm.layout import Cache
-from harness.vllm.models import write_eagle
+from harness.vllm.models import write_head
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
@@ -152,7 +152,7 @@ def test_what_a_draft_is_made_with(tmp_path: Path) -> None:
     number = iter(range(100))
 
     def name(spec: KVCacheSpec, *, method: str = "eagle", heads: int = 4, tp: int = 1, **fields: Any) -> str:
-        folder = write_eagle(tmp_path / f"{next(number)}")
+        folder = write_head(tmp_path / f"{next(number)}")
         config = transformers.LlamaConfig.from_pretrained(folder, num_key_value_heads=heads, **fields)
         config.save_pretrained(folder)
         model = SimpleNamespace(

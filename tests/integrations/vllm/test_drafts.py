@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.vllm.engine import Engine
-from harness.vllm.models import write_eagle
+from harness.vllm.models import write_head
 from tests.integrations.vllm.conftest import Start
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
 
@@ -36,7 +36,7 @@ def test_drafts_of_a_draft_model_are_accepted(start: Start, model: Callable[[str
     decode = start(block_size=64, blocks=BLOCKS, speculative_config=drafts, enable_prefix_caching=True)
     same = start(block_size=32, tensor_parallel_size=2, speculative_config=drafts | {"num_speculative_tokens": 1})
     none = start(block_size=32)
-    eagle = {"method": "eagle", "model": str(write_eagle(tmp_path / "eagle-llama")), "num_speculative_tokens": 2}
+    eagle = {"method": "eagle", "model": str(write_head(tmp_path / "eagle-llama")), "num_speculative_tokens": 2}
     other = start(block_size=32, speculative_config=eagle)
     for engine in (decode, same, none, other):
         engine.wait_ready()
@@ -67,17 +67,19 @@ def test_drafts_of_a_draft_model_are_accepted(start: Start, model: Callable[[str
     wait_empty(decode, same, none, other)
 
 
-CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "EAGLE, TP 1 to 2, blocks 32 to 64": (4, {"block_size": 32}, {"tensor_parallel_size": 2, "block_size": 64}),
-    "EAGLE with 2 KV heads, TP 2 to 1": (2, {"tensor_parallel_size": 2}, {"block_size": 64}),
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "EAGLE, TP 1 to 2, blocks 32 to 64": ("eagle", 4, {"block_size": 32}, {"tensor_parallel_size": 2, "block_size": 64}),
+    "EAGLE with 2 KV heads, TP 2 to 1": ("eagle", 2, {"tensor_parallel_size": 2}, {"block_size": 64}),
+    "EAGLE3, TP 2 to 1": ("eagle3", 4, {"tensor_parallel_size": 2}, {"block_size": 64}),
+    "DFlash, TP 1 to 2, blocks 32 to 64": ("dflash", 4, {"block_size": 32}, {"tensor_parallel_size": 2, "block_size": 64}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_drafts_are_those_of_one_server(case: str, start: Start, tmp_path: Path) -> None:
-    num_kv_heads, prefill_options, decode_options = CASES[case]
-    head = write_eagle(tmp_path / "eagle-llama", num_kv_heads=num_kv_heads)
-    drafts: dict[str, Any] = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
+    method, num_kv_heads, prefill_options, decode_options = CASES[case]
+    head = write_head(tmp_path / f"{method}-llama", method, num_kv_heads=num_kv_heads)
+    drafts: dict[str, Any] = {"method": method, "model": str(head), "num_speculative_tokens": 2}
     prefill = start(speculative_config=drafts | {"num_speculative_tokens": 1}, **prefill_options)
     decode = start(speculative_config=drafts, **decode_options)
     asked = prompts(LENGTHS, seed=75)
