@@ -121,9 +121,12 @@ class Writing(Message, frozen=True, tag="writing", kw_only=True):
 
 
 class Renew(Message, frozen=True, tag="renew", kw_only=True):
-    """The sender's last hello on this connection still holds. Sent at intervals while nothing changes. The answer is another
-    `renew`, or a `reject` that asks for a hello if the answer to a hello would differ now.
+    """The sender's last hello on this connection still holds, for the process at `epoch` (0: any). Sent at intervals while
+    nothing changes, and after the welcome to a hello without `peer_epoch`. The answer is another `renew`, or a `reject` that
+    asks for a hello: the answer to a hello would differ now, or it is for another process.
     """
+
+    epoch: Epoch = 0
 
 
 class Reject(Message, frozen=True, tag="reject", kw_only=True):

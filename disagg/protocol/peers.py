@@ -11,6 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Set
 
+import msgspec
+
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
 from disagg.protocol.connection import LEADER, PeerConnection, PeerInstance
 from disagg.protocol.inbound import Accepted, InboundConnections, Members, check_dialable
@@ -221,7 +223,7 @@ class PeerTable:
             self.effects.append(ReplyOn(connection, Reject(field="connection", reason="send hello first", hello_first=True)))
             return None
         if isinstance(message, Renew):
-            self._on_renew(connection, accepted, now)
+            self._on_renew(connection, accepted, message, now)
             return None
         if isinstance(message, Goodbye):
             self._inbound.forget(connection)
@@ -232,6 +234,10 @@ class PeerTable:
     def on_closed(self, connection: bytes, now: float) -> PeerRank | None:
         """Returns the peer, if it was accepted."""
         self.members.leave(connection)
+        return self._end_inbound(connection, now)
+
+    def _end_inbound(self, connection: bytes, now: float) -> PeerRank | None:
+        """Take nothing more on a connection before another hello."""
         accepted = self._inbound.forget(connection)
         if accepted is None:
             return None
@@ -295,6 +301,9 @@ class PeerTable:
         except LayoutError as error:
             self._reject(connection, str(error), final=True)
             return
+        is_for_another = hello.peer_epoch not in (0, self.identity.epoch)
+        if is_for_another:  # a process before this one: so are the generation, and what follows
+            hello = msgspec.structs.replace(hello, generation=0)
         try:
             welcome = self._accept_hello(hello, self.members.named)
         except Undecided as error:
@@ -304,8 +313,8 @@ class PeerTable:
             self._reject(connection, str(error), final=True)
             self._expel(hello.instance)
             return
-        if hello.peer_epoch not in (0, self.identity.epoch):  # it was sent to an earlier process, as what follows it
-            self._inbound.forget(connection)
+        if is_for_another:
+            self._end_inbound(connection, now)
         elif hello.instance != self.identity.instance:
             self._inbound.accept(connection, hello, members=self.members.num_changes)
             self._on_accepted(hello, now)
@@ -349,7 +358,12 @@ class PeerTable:
             return False
         return not instance.is_connected and self._inbound.all_name(hello.leader, instance.name)
 
-    def _on_renew(self, connection: bytes, accepted: Accepted, now: float) -> None:
+    def _on_renew(self, connection: bytes, accepted: Accepted, renew: Renew, now: float) -> None:
+        if renew.epoch not in (0, self.identity.epoch):
+            self._end_inbound(connection, now)
+            reason = f"{self.identity} has restarted: send hello"
+            self.effects.append(ReplyOn(connection, Reject(field="epoch", reason=reason, hello_first=True)))
+            return
         if accepted.members != self.members.num_changes:
             reason = f"the ranks of {self.identity.instance!r} have changed: send hello"
             self.effects.append(ReplyOn(connection, Reject(field="members", reason=reason, hello_first=True)))
@@ -441,9 +455,12 @@ class PeerTable:
             self._links.drop(link, f"refused: {error}")
             self._refuse(link, str(error), now, final=True)
             return
-        if welcome.epoch != link.epoch:
+        accepted = self._inbound.of(link.peer)
+        if welcome.epoch not in (link.epoch, link.named):
             self._links.drop(link, "restarted")
             link.begin(welcome.epoch, 0)
+            if accepted is not None and accepted.epoch != welcome.epoch:
+                self._inbound.forget(accepted.connection)
         if link.named not in (0, link.epoch):  # the peer takes nothing after a hello to another process
             self._links.greet_soon(link, now)
             return
@@ -459,11 +476,11 @@ class PeerTable:
         instance.wanted = wanted
         if is_first:
             accepted = self._inbound.of(link.peer)
+            if not link.named:  # an earlier hello may still reach a later process
+                self.effects.append(SendTo(link.dial, Renew(epoch=link.epoch)))
             if accepted is not None and accepted.epoch == link.epoch:
                 link.confirm()
             else:
-                if accepted is not None:
-                    self._inbound.forget(accepted.connection)
                 link.expect(now + self._limits.connect_back_s)
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:
@@ -509,7 +526,7 @@ class PeerTable:
                 link.hello_by(now + limits.max_hello_retry_s)
             if link.renews and not link.is_alone:
                 link.renew()
-                self.effects.append(SendTo(link.dial, Renew()))
+                self.effects.append(SendTo(link.dial, Renew(epoch=link.epoch)))
                 return
         link.greet(awaited=is_awaited)
         self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=not is_awaited and link.is_alone))

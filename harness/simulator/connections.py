@@ -3,7 +3,7 @@
 The peer tables are the real ones; processes, the network and the clock are not. Messages take random times. A killed process
 closes its connections, a cut loses messages and ends connections that are silent for too long, and libzmq's reconnections are
 played as they happen: under the same number on one side, as a new connection on the other, on which everything arrives that
-was sent while nobody listened.
+had not left, or was sent while nobody listened.
 
 After each fault both sides must become ready again, and no fault may cost a process its peer more than once. A message about a
 request must be taken only by the process that it was sent to.
@@ -14,10 +14,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from disagg.protocol.loans import Lender
 from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Drained, Hello, Lending, Member, Welcome, decode, encode
 from disagg.protocol.peer_effects import (
     Connect,
@@ -32,6 +33,7 @@ from disagg.protocol.peer_effects import (
 )
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.types import PeerRank
+from harness.simulator.slots import SlotPool
 
 LIMITS = ConnectionLimits()
 NAMES = ("prefill", "decode")
@@ -39,20 +41,25 @@ ADDRESSES = {"prefill": "tcp://10.0.0.1:7000", "decode": "tcp://10.0.0.2:7000"}
 STEP_S = 0.05
 FAULTS_S, SETTLE_S, NUM_SINGLE = 60.0, 25.0, 5
 """How long faults happen in quick succession, how long both sides may take to become ready, and the number of single faults."""
+RECONNECT_S = (0.02, 0.3, 1.0)
+"""How long libzmq may take to connect again."""
 ABOUT_REQUESTS = 0.3
 """How often a process that is ready sends a message about a request."""
 
 
 @dataclass(eq=False)
 class Process:
-    """One process of an instance, and the connections that it has opened: dial -> number of the connection under it. `unsent`:
-    what it sent while nobody listened.
+    """One process of an instance, and the connections that it has opened: dial -> number of the connection under it.
+    `travelling`: what has not arrived yet; `unsent`: what waits until it `is_cut_off` no longer.
     """
 
     name: str
     table: PeerTable
+    lender: Lender
     alive: bool = True
+    is_cut_off: bool = False
     opened: dict[int, int] = field(default_factory=dict)
+    travelling: list[tuple[int, AnyMessage]] = field(default_factory=list)
     unsent: list[tuple[int, AnyMessage]] = field(default_factory=list)
 
     @property
@@ -87,29 +94,43 @@ class ConnectionWorld:
         epoch = next(self._epochs)
         identity = Identity(name, 0, 1, epoch, "m", "", b"t", ADDRESSES[name], leader=True)
 
+        lender = Lender(effects=deque(), slots=SlotPool(replaces=True))
+
         def accept(hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
-            return welcome(name, 0, epoch, members(), generation=hello.generation)
+            lending = lender.open(PeerRank(hello.instance, hello.rank), hello.epoch, hello.generation)
+            return welcome(name, 0, epoch, members(), generation=hello.generation, lending=lending)
 
         table = PeerTable(
             identity, leader=None, accept_hello=accept, validate_welcome=lambda _: (1, frozenset({0})), limits=LIMITS
         )
-        process = self.live[name] = Process(name, table)
         other = _other(name)
+        process = self.live[name] = Process(name, table, lender, is_cut_off=other not in self.live)
         table.add_peer(other, ADDRESSES[other], None, self.now)
         self._carry_out(process)
         if (waiting := self.live.get(other)) is not None:
-            unsent, waiting.unsent = waiting.unsent, []
-            for dial, message in unsent:
-                self._send(waiting, dial, message)
+            self._at(self._rng.choice(RECONNECT_S), lambda: self._reconnect(waiting, process))
+
+    def _reconnect(self, waiting: Process, process: Process) -> None:
+        """What waits leaves on the connections to a process that listens now."""
+        if not process.alive:
+            return
+        unsent, waiting.unsent, waiting.is_cut_off = waiting.unsent, [], False
+        for dial, message in unsent:
+            self._send(waiting, dial, message)
 
     def kill(self, name: str) -> None:
-        """The process ends: its connections close, and what it had sent before still arrives."""
+        """The process ends: its connections close, and what it had sent still arrives. What was on its way to it is lost, or
+        has not left yet.
+        """
         process = self.live.pop(name)
         process.alive = False
         for dial, number in process.opened.items():
             self._close(process, dial, number)
         for other in self.live.values():  # libzmq connects them again, once something listens there
             other.opened = {dial: next(self._numbers) for dial in other.opened}
+            num_lost = self._rng.randrange(len(other.travelling) + 1)
+            other.unsent = other.travelling[num_lost:] + other.unsent
+            other.travelling, other.is_cut_off = [], True
 
     def restart_later(self, name: str, delay_s: float) -> None:
         self._at(delay_s, lambda: self.start(name) if name not in self.live else None)
@@ -158,16 +179,20 @@ class ConnectionWorld:
 
     def _send(self, process: Process, dial: int, message: AnyMessage) -> None:
         number, target = process.opened.get(dial), self.live.get(_other(process.name))
-        if number is None or self.now < self._cut_until:
+        if number is None:
             return
-        if target is None:
+        if process.is_cut_off or target is None:
             process.unsent.append((dial, message))
             return
-        data, connection = encode(message), _connection(process, dial, number)
+        if self.now < self._cut_until:
+            return
+        data, connection, sent = encode(message), _connection(process, dial, number), (dial, message)
+        process.travelling.append(sent)
 
         def arrive() -> None:
             if not target.alive:
                 return
+            process.travelling = [each for each in process.travelling if each is not sent]
             found = decode(data)
             is_taken = target.table.on_inbound(connection, "", found, self.now) is not None
             if is_taken and isinstance(found, Drained) and found.nonce != target.table.identity.epoch:
@@ -208,7 +233,8 @@ class ConnectionWorld:
                 self._send(process, dial, message)  # type: ignore[arg-type]
             case ReplyOn(connection, message):
                 self._reply(process, connection, message)  # type: ignore[arg-type]
-            case Lost(_, _, _, cause):
+            case Lost(peer, epoch, generation, cause):
+                process.lender.peer_lost(peer, epoch, generation)
                 self.lost.append((self.now, process.who, cause))
 
     def _ask(self, process: Process) -> None:

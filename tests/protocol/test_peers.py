@@ -104,7 +104,9 @@ def test_a_rank_that_answers_with_another_epoch_has_restarted() -> None:
     table = peer_table()
     make_ready(table)
     reply(table, LEADER, welcome(epoch=8), 1.0)
-    assert take_effects(table) == [Lost(DECODE, 7, 0, "restarted"), Ready(DECODE, 8, welcome(epoch=8))]
+    lost, renew, ready = take_effects(table)
+    assert (lost, ready) == (Lost(DECODE, 7, 0, "restarted"), Ready(DECODE, 8, welcome(epoch=8)))
+    assert renew == SendTo(0, Renew(epoch=8)), "a hello that names nobody may still reach a later process"
     reply(table, LEADER, welcome(epoch=8), 2.0)
     assert take_effects(table) == []
     assert table.on_inbound(b"c1", "", DRAINED, 2.0) is None, "the connection of the earlier process counts no more"
@@ -124,6 +126,61 @@ def test_what_was_sent_to_an_earlier_process_is_not_taken() -> None:
     table.on_inbound(b"c1", "", hello(peer_epoch=EPOCH), 0.2)
     assert isinstance(take_reply(table), Welcome)
     assert table.on_inbound(b"c1", "", DRAINED, 0.2) == DECODE
+
+
+def test_what_follows_a_renewal_for_an_earlier_process_is_not_taken() -> None:
+    """That process had welcomed the first of two hellos that named nobody. The second one has not left before it ended."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    take_effects(table)
+    table.on_inbound(b"c1", "", hello(), 0.1)
+    assert isinstance(take_reply(table), Welcome)
+    table.on_inbound(b"c1", "", Renew(epoch=99), 0.1)
+    rejected = take_reply(table)
+    assert isinstance(rejected, Reject)
+    assert rejected.hello_first
+    assert table.on_inbound(b"c1", "", DRAINED, 0.1) is None
+    table.on_inbound(b"c1", "", hello(peer_epoch=EPOCH), 0.2)
+    table.on_inbound(b"c1", "", Renew(epoch=EPOCH), 0.2)
+    assert table.on_inbound(b"c1", "", DRAINED, 0.2) == DECODE
+
+
+def test_a_welcome_of_a_process_that_has_ended_since_changes_nothing() -> None:
+    """A later process has said hello meanwhile, and its connection stays accepted."""
+    table = peer_table()
+    make_ready(table)
+    table.on_closed(b"c1", 1.0)
+    table.tick(1.0)
+    assert SendHello(0, 0, 7, again=True) in take_effects(table)
+    table.on_inbound(b"c2", "", hello(epoch=8), 1.1)
+    reply(table, LEADER, welcome(epoch=7), 1.1)
+    assert Lost(DECODE, 7, 0, "restarted") in take_effects(table)
+    assert table.on_inbound(b"c2", "", DRAINED, 1.1) == DECODE
+    table.tick(1.1)
+    assert SendHello(0, 0, 8) in take_effects(table)
+
+
+def test_the_name_is_free_for_a_process_that_has_answered() -> None:
+    """The host of the earlier process has vanished, so that its connection has not ended yet."""
+    table = peer_table()
+    make_ready(table)
+    table.on_closed(b"c1", 1.0)
+    table.tick(1.0)
+    table.on_inbound(b"c2", "", hello(epoch=7, peer_epoch=EPOCH), 1.0)
+    take_effects(table)
+    reply(table, LEADER, welcome(epoch=8), 1.1)
+    table.on_inbound(b"c3", "", hello(epoch=8), 1.1)
+    assert isinstance(take_reply(table), Welcome)
+
+
+def test_a_connection_on_which_hellos_are_for_another_process_counts_as_ended() -> None:
+    """Otherwise the peer would stay ready, although nothing shows any more whether it lives."""
+    table = peer_table()
+    make_ready(table)
+    table.on_inbound(b"c1", "", hello(peer_epoch=99), 1.0)
+    take_effects(table)
+    table.tick(3.0)
+    assert Lost(DECODE, 7, 0, "its connection has ended") in take_effects(table)
 
 
 def test_a_new_process_takes_the_place_of_one_whose_connection_has_ended() -> None:
@@ -163,7 +220,7 @@ def test_what_answers_at_the_configured_address_has_the_name() -> None:
     table.on_inbound(b"third", "", hello(epoch=9), 0.0)
     assert isinstance(take_reply(table), Reject)
     reply(table, LEADER, welcome(epoch=7), 1.0)
-    assert [type(effect) for effect in take_effects(table)] == [Ready]
+    assert [type(effect) for effect in take_effects(table)] == [SendTo, Ready]
     assert table.on_inbound(b"other", "", DRAINED, 1.0) is None
     table.on_inbound(b"other", "", hello(epoch=8), 1.0)
     refusals = [effect.message for effect in take_effects(table) if isinstance(effect, ReplyOn)]
@@ -421,8 +478,8 @@ def test_hellos_are_renewed_and_seldom_while_all_ranks_are_ready() -> None:
     for now in range(1, 50):
         table.tick(float(now))
         sent += [(now, *effect) for effect in take_effects(table)]
-    renew = Renew()
-    assert sent == [(5, 0, renew), (5, 1, renew), (44, 1, renew), (45, 0, renew)]
+    first, second = Renew(epoch=7), Renew(epoch=8)
+    assert sent == [(5, 0, first), (5, 1, second), (44, 1, second), (45, 0, first)]
 
 
 def test_a_leader_is_asked_at_once_and_often_while_a_rank_of_it_is_lost() -> None:
@@ -494,7 +551,7 @@ def test_a_renewal_that_is_rejected_is_followed_by_a_hello() -> None:
     table = peer_table()
     make_ready(table)
     table.tick(5.0)
-    assert take_effects(table) == [SendTo(0, Renew())]
+    assert take_effects(table) == [SendTo(0, Renew(epoch=7))]
     reply(table, LEADER, Renew(), 5.0)
     reply(table, LEADER, Reject(field="members", reason="changed", hello_first=True), 5.1)
     table.tick(5.1)
@@ -562,7 +619,7 @@ def test_a_peer_that_was_given_up_and_started_anew_is_ready_and_stays_so() -> No
     table.tick(14.0)
     effects = take_effects(table)
     assert not any(isinstance(effect, Lost) for effect in effects)
-    assert SendTo(0, Renew()) in effects
+    assert SendTo(0, Renew(epoch=8)) in effects
     assert table.link(DECODE) is not None
 
 
