@@ -8,6 +8,7 @@ writes after a lease was released. The page released last is reused first.
 from __future__ import annotations
 
 import hashlib
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ def content(job: Job, role: str, layer: int, *, heads: range, tokens: range) -> 
 
 
 class PagePool:
-    """The memory of one rank and its free pages. `wrong` describes every wrong byte found."""
+    """The memory of one rank and its free pages. `wrong` describes every wrong byte found, `last` who used each page last."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.page, self.num_pages = settings.page, settings.num_pages
@@ -51,6 +52,7 @@ class PagePool:
                 tensor = self.tensors[layer][role] = np.full([sizes[name] for name in names], CANARY, dtype=np.uint32)
                 self._views[layer, role] = tensor.transpose([names.index(n) for n in ("page", "token", "kv_head", "dim")])
         self.free = list(range(self.num_pages))
+        self.last: dict[int, str] = {}
         self.wrong: list[str] = []
 
     def take(self, job: Job, *, from_token: int) -> list[int] | None:
@@ -67,10 +69,12 @@ class PagePool:
         for (layer, role), view in self._views.items():
             written = (view[pages] != CANARY).any(axis=(1, 2, 3))
             for page in np.array(pages)[written]:
-                self.wrong.append(f"page {page}, layer {layer}, {role}: written after its lease was released")
+                user = self.last.get(page)
+                self.wrong.append(f"page {page}, layer {layer}, {role}: written after its lease was released: {user}")
                 view[page] = CANARY
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, job: Job, pages: list[int]) -> None:
+        self.last |= dict.fromkeys(pages, f"{job.direction} {job.request_id}#{job.attempt} with {job.peer}, {time.time():.3f}")
         for view in self._views.values():
             view[pages] = CANARY
         self.free.extend(pages)

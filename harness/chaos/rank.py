@@ -68,7 +68,7 @@ class Rank:
         self._held: dict[tuple[str, str, int], Holding] = {}
         self._unwanted: set[tuple[str, int]] = set()
         self._threads: set[str] = set()
-        self._leases: dict[Lease, list[int]] = {}
+        self._leases: dict[Lease, Holding] = {}
         self._released: deque[Lease] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -139,7 +139,8 @@ class Rank:
                     self._on_message(json.loads(line))
             self._take_events()
             while self._released:
-                self.pool.give_back(self._leases.pop(self._released.popleft()))
+                released = self._leases.pop(self._released.popleft())
+                self.pool.give_back(released.job, released.pages)
             while self._timers and self._timers[0][0] <= time.monotonic():
                 heapq.heappop(self._timers)[2]()
             for what in self.pool.wrong:
@@ -196,7 +197,9 @@ class Rank:
                 "quarantined": sum(health.quarantined.values()),
                 "reasons": health.quarantined,
                 "free": len(self.pool.free),
-                "quarantined_pages": sum(len(pages) for lease, pages in self._leases.items() if self._is_quarantined(lease)),
+                "quarantined_pages": sum(
+                    len(each.pages) for lease, each in self._leases.items() if self._is_quarantined(lease)
+                ),
                 "num_pages": self.pool.num_pages,
                 "problem": health.problem,
                 "ready": sorted(name for name, peer in health.peers.items() if peer.ready),
@@ -230,7 +233,7 @@ class Rank:
             holding.handle = self._send(holding) if sends else self._receive(holding)
         except DisaggError as error:
             del self._held[job.direction, job.request_id, job.attempt]
-            self.pool.give_back(pages)
+            self.pool.give_back(job, pages)
             self._report_end(job, "skipped", error=str(error))
             return
         if job.abort_s is not None:
@@ -246,13 +249,13 @@ class Rank:
         try:
             self._receive(Holding(job, pages, is_rival=True))
         except DisaggError as error:
-            self.pool.give_back(pages)
+            self.pool.give_back(job, pages)
             write({"op": "refused", "error": str(error)})
 
     def _end_rival(self, event: Event) -> None:
         """A second receiver was not refused at once. It must have failed."""
         holding: Holding = event.tag
-        self._leases[event.lease] = holding.pages
+        self._leases[event.lease] = holding
         event.lease.on_release(lambda: self._released.append(event.lease))
         if event.ok:
             self.pool.wrong.append(f"{holding.job.request_id}#{holding.job.attempt}: received a second time")
@@ -289,7 +292,7 @@ class Rank:
         holding: Holding = event.tag
         job, pages = holding.job, holding.pages
         del self._held[job.direction, job.request_id, job.attempt]
-        self._leases[event.lease] = pages
+        self._leases[event.lease] = holding
         if event.ok and job.direction == "receive":
             self.pool.check(job, pages, "at its success")
             if event.payload != job.request_id.encode():
