@@ -54,11 +54,11 @@ CONNECTION_TABLE: dict[tuple[ConnectionState, ConnectionStep], ConnectionState] 
 class PeerConnection:
     """Only its own methods change it, but for `armed_at`.
 
-    `epoch` is that of the peer's process, 0 until known; `named` is what the last hello has named. A side that gives up starts
-    a new `generation` and names it in its next hello, so that both end the old one; a new process starts at 0. `asked` counts
-    hellos whose welcome may still come, `unanswered` those since anything came back. `heard`: the peer has said hello since
-    this side last did. `renews`: the last hello was welcomed, and nothing has called for another since. The peer is lost at
-    `lost_at` unless it has connected by then.
+    `epoch` is that of the peer's process, 0 until known; `named` is what the last hello or renewal has named. A side that
+    gives up starts a new `generation` and names it in its next hello, so that both end the old one; a new process starts at 0.
+    `asked` counts hellos whose welcome may still come, `unanswered` those since anything came back. `heard`: the peer has said
+    hello since this side last did. `renews`: the last hello was welcomed, and nothing has called for another since. The peer
+    is lost at `lost_at` unless it has connected by then.
     """
 
     instance: str
@@ -127,11 +127,16 @@ class PeerConnection:
 
     def greet(self, *, awaited: bool) -> None:
         """`awaited`: the connection is of no use without the answer."""
-        self.asked, self.heard, self.named = min(self.asked + 1, MAX_ASKED), False, self.epoch
+        self.asked, self.heard = min(self.asked + 1, MAX_ASKED), False
+        self.name_process()
         self.unanswered += awaited
 
     def renew(self) -> None:
         self.heard = False
+        self.name_process()
+
+    def name_process(self) -> None:
+        self.named = self.epoch
 
     def back_off(self, first_s: float, most_s: float) -> float:
         """The seconds to wait for an answer: twice as long as for the last."""

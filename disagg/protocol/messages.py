@@ -25,7 +25,8 @@ MAX_PAYLOAD_NBYTES = 1 << 16
 MAX_SECONDS = 3600
 
 RequestId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+AnyEpoch = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Nonce = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
@@ -80,7 +81,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     table: bytes
     address: Name | None = None
     generation: Small = 0
-    peer_epoch: Epoch = 0
+    peer_epoch: AnyEpoch = 0
     dial: Small = 0
     leader: Name | None = None
     again: bool = False
@@ -126,7 +127,7 @@ class Renew(Message, frozen=True, tag="renew", kw_only=True):
     asks for a hello: the answer to a hello would differ now, or it is for another process.
     """
 
-    epoch: Epoch = 0
+    epoch: AnyEpoch = 0
 
 
 class Reject(Message, frozen=True, tag="reject", kw_only=True):
@@ -171,7 +172,7 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     rows: ByComponent[PagesRow | SlotRow]
     need: ByComponent[TokenRange]
     verify: Verify = "off"
-    epoch: Epoch = 0
+    epoch: AnyEpoch = 0
     trace: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 

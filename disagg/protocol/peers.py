@@ -304,6 +304,7 @@ class PeerTable:
         is_for_another = hello.peer_epoch not in (0, self.identity.epoch)
         if is_for_another:  # a process before this one: so are the generation, and what follows
             hello = msgspec.structs.replace(hello, generation=0)
+            self._end_inbound(connection, now)
         try:
             welcome = self._accept_hello(hello, self.members.named)
         except Undecided as error:
@@ -313,9 +314,7 @@ class PeerTable:
             self._reject(connection, str(error), final=True)
             self._expel(hello.instance)
             return
-        if is_for_another:
-            self._end_inbound(connection, now)
-        elif hello.instance != self.identity.instance:
+        if hello.instance != self.identity.instance and not is_for_another:
             self._inbound.accept(connection, hello, members=self.members.num_changes)
             self._on_accepted(hello, now)
         self.effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
@@ -461,7 +460,7 @@ class PeerTable:
             link.begin(welcome.epoch, 0)
             if accepted is not None and accepted.epoch != welcome.epoch:
                 self._inbound.forget(accepted.connection)
-        if link.named not in (0, link.epoch):  # the peer takes nothing after a hello to another process
+        if link.named not in (0, link.epoch):  # the peer takes nothing after a hello or a renewal for another process
             self._links.greet_soon(link, now)
             return
         if welcome.generation != link.generation:
@@ -476,11 +475,14 @@ class PeerTable:
         instance.wanted = wanted
         if is_first:
             accepted = self._inbound.of(link.peer)
-            if not link.named:  # an earlier hello may still reach a later process
+            if not link.named:  # another hello that names nobody may still reach a later process
+                link.name_process()
                 self.effects.append(SendTo(link.dial, Renew(epoch=link.epoch)))
             if accepted is not None and accepted.epoch == link.epoch:
                 link.confirm()
             else:
+                if accepted is not None:
+                    self._inbound.forget(accepted.connection)
                 link.expect(now + self._limits.connect_back_s)
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:

@@ -113,7 +113,9 @@ class Coverage:
 
 
 class WriterState(State):
-    """`RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`: the peer is gone, and may still write."""
+    """`RESERVED`: it may write. `ABORTING`: it was asked to stop. `LOST`: the peer is gone, and may still write. What then
+    comes from a peer of this name proves nothing about the lost process.
+    """
 
     RESERVED = "reserved"
     COMPLETE = "complete"
@@ -130,6 +132,7 @@ class WriterStep(State):
     COVERED = "it has written everything, and all is unpacked"
     FAILURE = "the request failed"
     QUIET = "none of its writes can land any more"
+    DRAINED = "it says that none of its writes can land any more"
     PEER_LOST = "the peer is gone"
     PEER_BACK = "the lost process has reconnected"
 
@@ -138,8 +141,10 @@ WRITER_TABLE: dict[tuple[WriterState, WriterStep], WriterState] = {
     (WriterState.RESERVED, WriterStep.COVERED): WriterState.COMPLETE,
     (WriterState.RESERVED, WriterStep.FAILURE): WriterState.ABORTING,
     (WriterState.RESERVED, WriterStep.QUIET): WriterState.QUIET,
+    (WriterState.RESERVED, WriterStep.DRAINED): WriterState.QUIET,
     (WriterState.RESERVED, WriterStep.PEER_LOST): WriterState.LOST,
     (WriterState.ABORTING, WriterStep.QUIET): WriterState.QUIET,
+    (WriterState.ABORTING, WriterStep.DRAINED): WriterState.QUIET,
     (WriterState.ABORTING, WriterStep.PEER_LOST): WriterState.LOST,
     (WriterState.LOST, WriterStep.QUIET): WriterState.QUIET,
     (WriterState.LOST, WriterStep.PEER_BACK): WriterState.ABORTING,

@@ -191,7 +191,7 @@ class Receives:
             self._answer_ended(peer, message)
             return
         if session.state is ReceiveState.ABORTING:
-            writer.step(WriterStep.QUIET)
+            writer.step(WriterStep.DRAINED)
             self._settle(session)
             return
         if not writer.account(message.written):
@@ -244,7 +244,7 @@ class Receives:
         if session is None or peer not in session.writers:
             self._answer_ended(peer, message)
             return
-        session.writers[peer].step(WriterStep.QUIET)
+        session.writers[peer].step(WriterStep.DRAINED)
         reason = message.reason or "the writer ended the attempt"
         self.abort(session, RequestAborted(f"{peer}: {reason}", cause=Cause.PEER), now)
         self._settle(session)

@@ -83,6 +83,7 @@ class ConnectionWorld:
         self._order = itertools.count()
         self._cut_until = 0.0
         self._last: dict[tuple[bytes, str], float] = {}
+        self._earlier: set[bytes] = set()
         self.live: dict[str, Process] = {}
         for name in NAMES:
             self.start(name)
@@ -112,7 +113,7 @@ class ConnectionWorld:
 
     def _reconnect(self, waiting: Process, process: Process) -> None:
         """What waits leaves on the connections to a process that listens now."""
-        if not process.alive:
+        if not process.alive or not waiting.alive:
             return
         unsent, waiting.unsent, waiting.is_cut_off = waiting.unsent, [], False
         for dial, message in unsent:
@@ -127,10 +128,17 @@ class ConnectionWorld:
         for dial, number in process.opened.items():
             self._close(process, dial, number)
         for other in self.live.values():  # libzmq connects them again, once something listens there
-            other.opened = {dial: next(self._numbers) for dial in other.opened}
+            for dial, number in other.opened.items():
+                other.opened[dial] = next(self._numbers)
+                self._follow(_connection(other, dial, other.opened[dial]), _connection(other, dial, number))
             num_lost = self._rng.randrange(len(other.travelling) + 1)
             other.unsent = other.travelling[num_lost:] + other.unsent
             other.travelling, other.is_cut_off = [], True
+
+    def _follow(self, later: bytes, earlier: bytes) -> None:
+        """What had been answered on the earlier connection still arrives, before anything on the later one."""
+        self._earlier.add(earlier)
+        self._last[later, "back"] = self._last.get((earlier, "back"), self.now)
 
     def restart_later(self, name: str, delay_s: float) -> None:
         self._at(delay_s, lambda: self.start(name) if name not in self.live else None)
@@ -194,9 +202,13 @@ class ConnectionWorld:
                 return
             process.travelling = [each for each in process.travelling if each is not sent]
             found = decode(data)
-            is_taken = target.table.on_inbound(connection, "", found, self.now) is not None
-            if is_taken and isinstance(found, Drained) and found.nonce != target.table.identity.epoch:
+            if target.table.on_inbound(connection, "", found, self.now) is None:
+                return
+            link = target.table.link(PeerRank(process.name, 0))
+            if isinstance(found, Drained) and found.nonce != target.table.identity.epoch:
                 self.misled.append(f"{target.who} took a message for {target.name}@{found.nonce} at {self.now:.2f}")
+            if link is not None and link.epoch != process.table.identity.epoch:
+                self.misled.append(f"{target.who} took a message of {process.who} for one of @{link.epoch} at {self.now:.2f}")
 
         self._deliver((connection, "out"), arrive)
 
@@ -208,7 +220,7 @@ class ConnectionWorld:
         data = encode(message)
 
         def arrive() -> None:
-            if target.alive and target.opened.get(dial) == number:
+            if target.alive and (target.opened.get(dial) == number or (connection in self._earlier and dial in target.opened)):
                 target.table.on_reply(dial, decode(data), self.now)
 
         self._deliver((connection, "back"), arrive)

@@ -161,10 +161,11 @@ def test_a_message_is_encoded_as_a_map_with_a_type(name: str) -> None:
 
 
 SMALL, NONCE, TOKEN = st.integers(0, 2**31 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**40)
+EPOCH = st.integers(1, 2**63 - 1)
 NAME, REASON, BLOB = st.text("abz-ü/", min_size=1, max_size=8), st.text(max_size=12), st.binary(max_size=12)
 BASE = {"request_id": st.binary(min_size=16, max_size=16), "attempt": SMALL}
 RANGE = st.tuples(TOKEN, TOKEN)
-COMMON = {"version": st.integers(0, 9), "instance": NAME, "rank": SMALL, "epoch": NONCE, "model": REASON, "revision": REASON}
+COMMON = {"version": st.integers(0, 9), "instance": NAME, "rank": SMALL, "epoch": EPOCH, "model": REASON, "revision": REASON}
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, **COMMON, table=BLOB, address=st.none() | NAME, leader=st.none() | NAME),
     st.builds(
@@ -172,7 +173,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         **COMMON,
         table=BLOB,
         plans=BLOB,
-        members=st.lists(st.builds(Member, SMALL, NAME, NONCE), max_size=3).map(tuple),
+        members=st.lists(st.builds(Member, SMALL, NAME, EPOCH), max_size=3).map(tuple),
         placements=BLOB,
         backend=NAME,
         endpoint=BLOB,
@@ -205,7 +206,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Lend, loans=st.lists(st.tuples(NONCE, st.integers(1, 2**63 - 1)), max_size=4).map(tuple), newest=NONCE),
     st.builds(Borrow, wanted=SMALL, seen=NONCE, returned=st.lists(NONCE, max_size=4).map(tuple)),
     st.builds(Goodbye, reason=REASON),
-    st.builds(Writing, engine=NAME, epoch=NONCE, generation=SMALL),
+    st.builds(Writing, engine=NAME, epoch=EPOCH, generation=SMALL),
 )
 
 
@@ -331,6 +332,7 @@ def test_a_message_with_removed_or_repeated_bytes_is_decoded_or_refused(name: st
         (msgpack.packb({"epoch": 1}), "missing required field `type`"),
         (msgpack.packb([1, 2]), "array"),
         (msgpack.packb({"type": "hello", "epoch": -1}), r"$.epoch"),
+        (msgpack.packb({"type": "welcome", "epoch": 0}), r"$.epoch"),
         (msgpack.packb({"type": "hello", "epoch": 2**64 - 1}), r"$.epoch"),
         (msgpack.packb({"type": "hello", "epoch": True}), r"$.epoch"),
         (msgpack.packb({**MAPS["reserve"], "request_id": b"short"}), r"$.request_id"),
@@ -338,7 +340,7 @@ def test_a_message_with_removed_or_repeated_bytes_is_decoded_or_refused(name: st
         (msgpack.packb({**MAPS["reserve"], "need": {"kv": [1, 2, 3]}}), r"$.need"),
         (msgpack.packb({**MAPS["complete"], "written": [[0, "kv", None, 1]]}), r"$.written[0]"),
     ],
-    ids=range(24),
+    ids=range(25),
 )
 def test_the_error_names_the_invalid_part(data: bytes, reason: str) -> None:
     assert reason.lower() in refusal(data).lower()

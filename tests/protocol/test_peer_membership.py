@@ -191,6 +191,23 @@ def test_a_peer_that_is_configured_again_begins_another_generation() -> None:
     assert table.instances["decode-0"].ready
 
 
+def test_a_rank_that_its_leader_names_again_takes_the_place_of_another_process() -> None:
+    """The other one has said hello while the leader named neither."""
+    both = Member(0, LEADER, 7), Member(1, SECOND, 70)
+    table = peer_table(peer_ranks=2)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    reply(table, LEADER, welcome(members=both), 0.0)
+    reply(table, SECOND, welcome(rank=1, epoch=70), 0.0)
+    reply(table, LEADER, welcome(members=both[:1]), 10.0)
+    table.on_inbound(b"c9", "", hello(rank=1, epoch=71), 10.0)
+    reply(table, LEADER, welcome(members=both), 20.0)
+    assert table.on_inbound(b"c9", "", DRAINED, 20.0) is not None
+    table.tick(20.0)
+    reply(table, SECOND, welcome(rank=1, epoch=70, generation=1), 20.0)
+    assert table.instances["decode-0"].ready
+    assert table.on_inbound(b"c9", "", DRAINED, 20.0) is None
+
+
 def test_the_closed_connections_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "MAX_CLOSED", 2)
     table = peer_table()

@@ -104,10 +104,12 @@ def test_a_rank_that_answers_with_another_epoch_has_restarted() -> None:
     table = peer_table()
     make_ready(table)
     reply(table, LEADER, welcome(epoch=8), 1.0)
-    lost, renew, ready = take_effects(table)
-    assert (lost, ready) == (Lost(DECODE, 7, 0, "restarted"), Ready(DECODE, 8, welcome(epoch=8)))
-    assert renew == SendTo(0, Renew(epoch=8)), "a hello that names nobody may still reach a later process"
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "restarted")]
+    table.tick(1.0)
+    assert take_effects(table) == [SendHello(0, 0, 8)]
     reply(table, LEADER, welcome(epoch=8), 2.0)
+    assert take_effects(table) == [Ready(DECODE, 8, welcome(epoch=8))]
+    reply(table, LEADER, welcome(epoch=8), 2.5)
     assert take_effects(table) == []
     assert table.on_inbound(b"c1", "", DRAINED, 2.0) is None, "the connection of the earlier process counts no more"
 
@@ -143,6 +145,29 @@ def test_what_follows_a_renewal_for_an_earlier_process_is_not_taken() -> None:
     table.on_inbound(b"c1", "", hello(peer_epoch=EPOCH), 0.2)
     table.on_inbound(b"c1", "", Renew(epoch=EPOCH), 0.2)
     assert table.on_inbound(b"c1", "", DRAINED, 0.2) == DECODE
+
+
+def test_what_follows_a_rejected_hello_to_an_earlier_process_is_not_taken() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.on_inbound(b"c1", "", hello(table=b"bad", peer_epoch=99), 0.1)
+    assert isinstance(take_reply(table), Reject)
+    assert table.on_inbound(b"c1", "", DRAINED, 0.1) is None
+
+
+def test_a_renewal_follows_the_welcome_to_a_hello_that_names_nobody() -> None:
+    """Another such hello may still reach a later process."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    table.tick(LIMITS.hello_retry_s)
+    take_effects(table)
+    reply(table, LEADER, welcome(), 1.1)
+    assert take_effects(table) == [SendTo(0, Renew(epoch=7)), Ready(DECODE, 7, welcome())]
+    reply(table, LEADER, welcome(epoch=8), 1.2)  # the answer to the second hello
+    assert take_effects(table) == [Lost(DECODE, 7, 0, "restarted")]
+    table.tick(1.2)
+    assert take_effects(table) == [SendHello(0, 0, 8)]
 
 
 def test_a_welcome_of_a_process_that_has_ended_since_changes_nothing() -> None:

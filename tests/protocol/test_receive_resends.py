@@ -195,6 +195,8 @@ def test_a_later_process_of_a_peer_proves_nothing_for_an_earlier_one() -> None:
     take_messages(sessions)
     sessions.receives.peer_back(P0, 2.0, epoch=2)
     assert take_messages(sessions) == []
+    sessions.on_message(P0, Drained(**IDS), 2.5)
+    sessions.on_message(P0, complete(ALL_OF_P0), 2.5)
     sessions.peer_lost(P0, "killed", 3.0, epoch=2)
     sessions.receives.peer_quiet(P0, epoch=2)
     assert session.lease.state is LeaseState.QUARANTINED

@@ -153,7 +153,10 @@ def writer_step(sessions: Sessions, session: ReceiveSession, step: WriterStep, *
             sessions.on_message(P, Complete(**IDS, written=(Written(0, "kv", None, 0, 8),)), 2.0)
         case WriterStep.FAILURE:
             sessions.receives.abort(session, RequestAborted("the client has gone"), 2.0)
-        case WriterStep.QUIET:
+        case WriterStep.QUIET:  # what a writer of slots is at its loss, and another with the proof
+            sessions.peer_lost(P, "it died", 2.0, epoch=epoch, direct=False)
+            sessions.peer_quiet(P, epoch=epoch)
+        case WriterStep.DRAINED:
             sessions.on_message(P, Drained(**IDS), 2.0)
         case WriterStep.PEER_LOST:
             sessions.peer_lost(P, "it died", 2.0, epoch=epoch)
@@ -166,7 +169,7 @@ def test_a_writer_moves_exactly_as_its_table_says(state: WriterState, step: Writ
     sessions, session, writer = writer_in(state)
     writer_step(sessions, session, step)
     # A complete message of a request that has failed says no more than that its writer has stopped.
-    meant = WriterStep.QUIET if step is WriterStep.COVERED and session.error is not None else step
+    meant = WriterStep.DRAINED if step is WriterStep.COVERED and session.error is not None else step
     assert writer.state is WRITER_TABLE.get((state, meant), state)
     assert not session.lease.released, "the second writer has not stopped"
 
