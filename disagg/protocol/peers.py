@@ -454,12 +454,13 @@ class PeerTable:
             self._links.drop(link, f"refused: {error}")
             self._refuse(link, str(error), now, final=True)
             return
-        accepted = self._inbound.of(link.peer)
         if welcome.epoch not in (link.epoch, link.named):
             self._links.drop(link, "restarted")
             link.begin(welcome.epoch, 0)
-            if accepted is not None and accepted.epoch != welcome.epoch:
-                self._inbound.forget(accepted.connection)
+        accepted = self._inbound.of(link.peer)
+        if accepted is not None and accepted.epoch != link.epoch:  # another process has the name
+            self._inbound.forget(accepted.connection)
+            accepted = None
         if link.named not in (0, link.epoch):  # the peer takes nothing after a hello or a renewal for another process
             self._links.greet_soon(link, now)
             return
@@ -474,15 +475,12 @@ class PeerTable:
         instance = self.instances[link.instance]
         instance.wanted = wanted
         if is_first:
-            accepted = self._inbound.of(link.peer)
             if not link.named:  # another hello that names nobody may still reach a later process
                 link.name_process()
                 self.effects.append(SendTo(link.dial, Renew(epoch=link.epoch)))
-            if accepted is not None and accepted.epoch == link.epoch:
+            if accepted is not None:
                 link.confirm()
             else:
-                if accepted is not None:
-                    self._inbound.forget(accepted.connection)
                 link.expect(now + self._limits.connect_back_s)
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:

@@ -155,7 +155,7 @@ class Transfers:
                 self._ended.append(effect)
 
     def carry_out_leases(self) -> None:
-        """End leases although the control thread dies: what was proved about them still holds."""
+        """End the leases that can end, now that the control thread dies: what was proved about them still holds."""
         for effect in self._sessions.effects:
             if isinstance(effect, ReleaseLease | QuarantineLease):
                 _end_lease(effect)
@@ -294,7 +294,7 @@ class Transfers:
         )
 
     def finish(self) -> None:
-        """Count what has settled, and end requests. Called last, so that it delays no message: it may yield the GIL."""
+        """Count settled transfers, and end requests. This may yield the GIL, so it runs after all messages have left."""
         for report, session in self._settled:
             self._stats.add(report)
             if session is not None:

@@ -50,7 +50,7 @@ ABOUT_REQUESTS = 0.3
 @dataclass(eq=False)
 class Process:
     """One process of an instance, and the connections that it has opened: dial -> number of the connection under it.
-    `travelling`: what has not arrived yet; `unsent`: what waits until it `is_cut_off` no longer.
+    `travelling` messages have been sent and have not arrived. While the process `is_cut_off`, its messages queue in `unsent`.
     """
 
     name: str
@@ -112,7 +112,7 @@ class ConnectionWorld:
             self._at(self._rng.choice(RECONNECT_S), lambda: self._reconnect(waiting, process))
 
     def _reconnect(self, waiting: Process, process: Process) -> None:
-        """What waits leaves on the connections to a process that listens now."""
+        """Send the queued messages to the process that listens now."""
         if not process.alive or not waiting.alive:
             return
         unsent, waiting.unsent, waiting.is_cut_off = waiting.unsent, [], False
@@ -120,8 +120,8 @@ class ConnectionWorld:
             self._send(waiting, dial, message)
 
     def kill(self, name: str) -> None:
-        """The process ends: its connections close, and what it had sent still arrives. What was on its way to it is lost, or
-        has not left yet.
+        """End a process. Its connections close, and messages that it has sent still arrive. Of those on their way to it, the
+        first are lost; the others had not left, and go to the next process.
         """
         process = self.live.pop(name)
         process.alive = False
@@ -286,8 +286,7 @@ def check_connections(seed: int) -> list[str]:
 
     world.run(FAULTS_S, fault)
     world.run(SETTLE_S)
-    found = world.misled if world.ready() else [*world.misled, "not ready after many faults"]
-    world.misled = []
+    found = [] if world.ready() else ["not ready after many faults"]
     for _ in range(NUM_SINGLE):
         before = len(world.lost)
         what, allowed = _fault(world, rng)
@@ -297,9 +296,7 @@ def check_connections(seed: int) -> list[str]:
             found.append(f"not ready after {what}")
         if any(lost[who] > allowed.get(who, 0) for who in lost):
             found.append(f"after {what}, more losses than {allowed}: {world.lost[before:]}")
-        found += [f"after {what}, {each}" for each in world.misled]
-        world.misled = []
-    return [f"seed {seed}: {each}" for each in found]
+    return [f"seed {seed}: {each}" for each in (*found, *world.misled)]
 
 
 def _fault(world: ConnectionWorld, rng: random.Random) -> tuple[str, dict[str, int]]:

@@ -13,7 +13,7 @@ from disagg.backends.cuda.driver import CudaError
 
 
 class FullGpu:
-    """A driver whose function `refused` fails. It counts what is allocated."""
+    """A driver whose function named `refused` fails. It counts allocations."""
 
     def __init__(self, refused: str) -> None:
         self.refused = refused

@@ -403,7 +403,7 @@ class NoProof(Unfenced):
 
 
 class Unanswering(Unfenced):
-    """An `Unfenced` engine of a third party that raises if it is asked whether it is quiet."""
+    """A third party's `Unfenced` engine whose `is_quiet_when_closed` raises."""
 
     def is_quiet_when_closed(self) -> bool:
         raise ValueError("the table cannot be read")

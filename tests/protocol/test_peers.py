@@ -623,7 +623,9 @@ def test_generations_that_count_for_an_earlier_process_end_nothing() -> None:
     table = peer_table()
     make_ready(table)
     table.on_inbound(b"c1", "", hello(generation=3, peer_epoch=99), 1.0)
-    assert isinstance(take_reply(table), Welcome)
+    accepted = take_reply(table)
+    assert isinstance(accepted, Welcome)
+    assert accepted.generation == 0
     assert table.link(DECODE) is not None
 
 
@@ -634,9 +636,9 @@ def test_a_peer_that_was_given_up_and_started_anew_is_ready_and_stays_so() -> No
     table.on_closed(b"c1", 1.0)
     table.tick(2.0)
     assert take_effects(table) == [Lost(DECODE, 7, 0, "its connection has ended"), SendHello(0, 1, 7)]
-    reply(table, LEADER, welcome(epoch=8, generation=1), 9.0)  # it takes nothing that follows that hello
+    reply(table, LEADER, welcome(epoch=8, generation=0), 9.0)  # the new process counts from 0
     table.tick(9.0)
-    assert take_effects(table) == [SendHello(0, 0, 8)], "the new process counts from 0"
+    assert take_effects(table) == [SendHello(0, 0, 8)], "it takes nothing that follows a hello for the earlier one"
     reply(table, LEADER, welcome(epoch=8), 9.0)
     assert take_effects(table) == [Ready(DECODE, 8, welcome(epoch=8))]
     table.on_inbound(b"c2", "", hello(epoch=8), 9.1)

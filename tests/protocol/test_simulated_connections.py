@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -25,3 +26,11 @@ def test_messages_to_an_earlier_process_are_found_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(connections, "_hello", lambda *given, **named: replace(_hello(*given, **named), peer_epoch=0))
     found = [problem for seed in range(NUM_SCHEDULES) for problem in check_connections(seed)]
     assert any("took a message for" in problem for problem in found)
+
+
+@pytest.mark.sweep
+def test_generations_that_count_for_another_process_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that kept a rank from staying connected once it had been given up and started anew."""
+    monkeypatch.setattr(msgspec.structs, "replace", lambda hello, **_: hello)
+    found = [problem for seed in range(NUM_SCHEDULES) for problem in check_connections(seed)]
+    assert any("more losses than" in problem and "the peer has given the connection up" in problem for problem in found)
