@@ -82,6 +82,12 @@ OF_ONE_ENGINE = frozenset(
     }
 )
 """Fields by which vLLM samples and SGLang does not, or the other way round."""
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Those of SGLang's completions; vLLM takes the model's. Both take the model's for chats."""
+FOR_GOOD = ("Grammar accept_token failed", "prompt: expected", "expected the state of this request's prompt")
+"""In errors of SGLang's decode that every attempt would meet: prefill's first token is none of its grammar, or prefill has made
+other tokens of the prompt.
+"""
 LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
 INCOMPLETE = "\ufffd"
@@ -394,10 +400,17 @@ def passed_back(answer: ClientResponse) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in NOT_PASSED_BACK)
 
 
+def failure(url: URL, message: str) -> Exception:
+    """For an error of a server: `Refused` if another attempt would fail in the same way."""
+    if known := next((each for each in FOR_GOOD if each in message), ""):
+        return Refused.because(f"{url}: {message[message.index(known) :][:300]}")
+    return Failed(f"{url}: {message[:300]}")
+
+
 async def check(answer: ClientResponse) -> None:
     """Raises `Failed` for an error of the server, and `Refused` for an error of the request."""
     if answer.status >= 500:
-        raise Failed(f"{answer.url}: {answer.status} {(await answer.text())[:300]}")
+        raise failure(answer.url, f"{answer.status} {await answer.text()}")
     if not answer.ok:
         raise Refused(answer.status, await answer.read(), passed_back(answer))
 
@@ -484,8 +497,8 @@ def hand_over(attempt: Attempt) -> HandOver:
             {**body, **where, **route.fields}, {**body, **where} if decode.is_sglang else for_vllm(body, to_vllm, attempt.own)
         )
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
-    if decode.is_sglang and body.get("min_tokens"):  # prefill samples the first token
-        asked["min_tokens"] = 1
+    if decode.is_sglang:
+        asked |= for_first_token(attempt.path, body)
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -499,6 +512,16 @@ def hand_over(attempt: Attempt) -> HandOver:
     address = URL(place["remote_address"])
     host = {"bootstrap_host": f"{place['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
     return HandOver(asked, {**body, **host, "bootstrap_room": room})
+
+
+def for_first_token(path: str, body: Body) -> dict[str, Any]:
+    """What lets vLLM's prefill sample the first token as SGLang would, whose repetition penalty is for tokens of the answer."""
+    found: dict[str, Any] = {"repetition_penalty": 1.0}
+    if body.get("min_tokens"):
+        found["min_tokens"] = 1
+    if path == COMPLETIONS:
+        found |= {name: value for name, value in DEFAULTS.items() if body.get(name) is None}
+    return found
 
 
 def for_vllm(body: Body, params: Body, own: Body) -> dict[str, Any]:
@@ -551,6 +574,10 @@ def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> st
         and (known := [name for name in sorted(OF_ONE_ENGINE & body.keys()) if body[name]])
     ):
         return f"{known[0]}: vLLM samples the first token and SGLang the others, and only one of them has this field"
+    if decode.is_sglang and not prefill.is_sglang and body.get("add_special_tokens") not in (None, path == COMPLETIONS):
+        return (
+            f"add_special_tokens: expected {path == COMPLETIONS}, as always at SGLang, found {body['add_special_tokens']!r:.40}"
+        )
     if decode.is_sglang and body.get("echo") and body.get("logprobs") is not None:
         return "echo: SGLang's decode does not know the log-probabilities of the prompt; ask without logprobs"
     several = [count for count in num_answers(body) if count not in (None, 1)]
@@ -652,13 +679,19 @@ def counts_of(answer: Any) -> Iterator[dict[str, Any]]:
                 yield usage[name]
 
 
+def have_equal_logprobs(attempt: Attempt) -> bool:
+    """Whether vLLM's log-probabilities are SGLang's, which count the temperature and a bias."""
+    temperature = attempt.body.get("temperature", 1 if attempt.path == COMPLETIONS else None)
+    return temperature in (0, 1) and not attempt.body.get("logit_bias")
+
+
 def fill_of(attempt: Attempt, prefilling: asyncio.Task[Any]) -> Fill | None:
     pair = (attempt.prefill.engine, attempt.decode.engine)
     if pair == (VLLM, SGLANG):
-        return Fill(b'"logprobs"', fill_in_first, prefilling)
+        return Fill(b'"logprobs"', fill_in_first, prefilling) if have_equal_logprobs(attempt) else None
     if attempt.path == "/v1/messages":
         return Fill(b'"cache_read_input_tokens"', fill_in_cache_read, prefilling)
-    if pair == (VLLM, VLLM):
+    if pair in ((VLLM, VLLM), (SGLANG, VLLM)):
         return Fill(b'"cached_tokens"', fill_in_cached, prefilling)
     if pair == (SGLANG, SGLANG) and attempt.body.get("return_logprob"):
         return Fill(b'"meta_info"', fill_in_prompt, prefilling)
@@ -675,7 +708,7 @@ def is_server_error(event: Body) -> bool:
 async def read_events(answer: ClientResponse, fill: Fill | None) -> AsyncGenerator[bytes]:
     """The lines of a stream of events; the first part ends with the first event that is not `OPENING`.
 
-    Raises `Failed` if that one is an error of the server, or there is none.
+    Raises `Failed`, or `Refused` as `failure` says, if that one is an error of the server, or there is none.
     """
     part, begun = b"", False
     async for line in read_lines(answer.content):
@@ -685,7 +718,7 @@ async def read_events(answer: ClientResponse, fill: Fill | None) -> AsyncGenerat
             event = json.loads(line[6:])
             is_opening = event.get("type") in OPENING
             if not begun and is_server_error(event):
-                raise Failed(f"{answer.url}: {event['error']}")
+                raise failure(answer.url, str(event["error"]))
             if fills and fill is not None:
                 try:
                     fill = None if await fill.into(event) else fill

@@ -1442,6 +1442,24 @@ def test_cached_tokens_are_those_of_prefill(
     run(scenario, StandIn(counts), StandIn(later))
 
 
+@pytest.mark.parametrize(("known", "expected"), [(cached(3), 3), ({"usage": {"prompt_tokens_details": None}}, 8)])
+def test_cached_tokens_are_those_of_sglangs_prefill(known: Mapping[str, Any], expected: int) -> None:
+    """If it says so, which takes `--enable-cache-report`."""
+
+    async def counts(_: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.path.startswith("/route"):
+            return web.json_response({"rank_ip": "127.0.0.1", "rank_port": 7000})
+        return web.json_response({"choices": [], **known})
+
+    async def scenario(pair: Pair) -> None:
+        prefill.info = web.json_response({"disaggregation_bootstrap_port": int(prefill.url.rpartition(":")[2])})
+        _, text, _ = await pair.post(COMPLETION)
+        assert json.loads(text)["usage"] == cached(expected)["usage"]
+
+    prefill = sglang(counts)
+    run(scenario, prefill, StandIn(says(200, {"choices": [], **cached(8)})))
+
+
 def test_counts_do_not_wait_for_a_silent_prefill_again_and_again() -> None:
     """Decode has computed the prompt itself."""
     event = b"data: " + json.dumps({"choices": [], **cached(2)}).encode() + b"\n\n"
@@ -1512,11 +1530,70 @@ def test_the_first_token_of_sglangs_decode_has_the_log_probability_of_vllms_last
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "is_known"),
+    [
+        ("/v1/completions", {}, True),
+        ("/v1/completions", {"temperature": 0.0}, True),
+        ("/v1/completions", {"temperature": 0.5}, False),
+        ("/v1/completions", {"logit_bias": {"3": 5.0}}, False),
+        ("/v1/chat/completions", {"temperature": 1}, True),
+        ("/v1/chat/completions", {}, False),  # the model's default
+    ],
+)
+def test_a_log_probability_of_another_scale_is_not_filled_in(path: str, fields: Mapping[str, Any], is_known: bool) -> None:
+    """SGLang's count the temperature and a bias, and vLLM's do not."""
+    found = {"choices": [{"text": "ab", "logprobs": {"tokens": ["a", "b"], "token_logprobs": [None, -0.2]}}]}
+
+    async def scenario(pair: Pair) -> None:
+        _, text, _ = await pair.post({**COMPLETION, "messages": [], "logprobs": 1, **fields}, path=path)
+        assert json.loads(text)["choices"][0]["logprobs"]["token_logprobs"] == [-0.5 if is_known else None, -0.2]
+
+    run(scenario, StandIn(says(200, FIRST)), sglang(says(200, found)))
+
+
+def test_vllm_samples_the_first_token_as_sglang_would() -> None:
+    """SGLang penalizes no token of the prompt, and its completions do not take the model's defaults."""
+    names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")
+
+    async def scenario(pair: Pair) -> None:
+        await pair.post({**COMPLETION, "repetition_penalty": 1.3, "top_p": 0.9})
+        await pair.post({"messages": [], "repetition_penalty": 1.3}, path="/v1/chat/completions")
+        completion, chat = (body for path in ("/v1/completions", "/v1/chat/completions") for body in pair.prefill.bodies(path))
+        assert [completion.get(name) for name in names] == [1.0, 1.0, 0.9, -1, 0.0]
+        assert [chat.get(name) for name in names] == [1.0, None, None, None, None]
+        assert [body["repetition_penalty"] for body in pair.decode.bodies()] == [1.3]
+
+    run(scenario, StandIn(says(200, FIRST)), sglang(decodes))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Grammar accept_token failed for req 7 with token 90: no",
+        "KVTransferError: prompt: expected 9 tokens, found 8 on prefill",
+        "payload: expected the state of this request's prompt, found that of other tokens",
+    ],
+)
+def test_an_error_that_every_attempt_would_meet_is_final(message: str, stream: bool) -> None:
+    error = {"error": {"message": message, "code": 500}}
+    event = b"data: " + json.dumps(error).encode() + b"\n\n"
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({**COMPLETION, "stream": stream})
+        assert (status, message[-20:] in text) == (400, True)
+        assert len(pair.decode.bodies()) == 1
+
+    run(scenario, StandIn(says(200, FIRST)), sglang(sse(event) if stream else says(500, error)), retry_s=30.0)
+
+
+@pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"regex": "[0-9]{3}"}, "regex: vLLM samples the first token and SGLang the others"),
         ({"structured_outputs": {"regex": "[0-9]{3}"}}, "structured_outputs: vLLM samples the first token"),
         ({"echo": True, "logprobs": 1}, "echo: SGLang's decode does not know"),
+        ({"add_special_tokens": False}, "add_special_tokens: expected True"),
     ],
 )
 def test_what_vllm_and_sglang_cannot_do_together_is_refused(fields: Mapping[str, Any], why: str) -> None:
