@@ -83,8 +83,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.update_connector_output(connector_output)
 
     def has_pending_push_work(self) -> bool:
-        """Whether a request is kept. Meanwhile vLLM steps even when idle or paused: workers end a kept request in a step."""
-        return self.scheduler.keeper.keeps
+        """Whether vLLM has to step even when idle or paused: workers end a kept request, and report a lease, in a step."""
+        return self.scheduler.waits_for_workers
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.request_finished(request, (block_ids,))

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import re
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 NUM_LOADED = 4096
 NUM_SHARED = 1024
+HELD_S = 60.0
+"""How long vLLM steps although it is idle while blocks of failed loads are held. Those that are held longer may be for good."""
 ONE_OF_SEVERAL = re.compile(r"(\d+)_(.+)", re.DOTALL)
 """vLLM's id of one of `n` answers: its number, then the id that they share (`ParentRequest`)."""
 LATER_PROMPT = re.compile(r"cmpl-.+-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
@@ -138,6 +141,7 @@ class SchedulerHalf:
         """Of requests with blocks that were loaded in part, those and their first loaded tokens (`_partly`)."""
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
+        self._held_until_s = 0.0
         self._sent: dict[str, list[Any]] = {}
         """Blocks that are held until the workers have sent the request."""
 
@@ -481,7 +485,8 @@ class SchedulerHalf:
             hand_off = self._common(request, hand_off)
         elif hand_off is not None and hand_off.remote_prompt:
             request.kv_transfer_params["remote_prompt"] = ""  # compared once
-            if hand_off.remote_prompt != self._prompts.digest(request, _num_common(request, hand_off)):
+            is_stand_in = request.abort_immediately  # of one that vLLM's frontend has ended, without its prompt
+            if not is_stand_in and hand_off.remote_prompt != self._prompts.digest(request, _num_common(request, hand_off)):
                 self._of_others[request.request_id] = hand_off
                 hand_off, problem = None, f"kv_transfer_params: {OTHER_PROMPT}"
         if problem:
@@ -564,7 +569,13 @@ class SchedulerHalf:
         stats, self._stats = self._stats, TransferStats()
         return stats
 
+    @property
+    def waits_for_workers(self) -> bool:
+        """Whether a request is kept, or blocks have been held for a short time."""
+        return self.keeper.keeps or (bool(self._held) and time.monotonic() < self._held_until_s)
+
     def _hold(self, req_id: str) -> None:
+        self._held_until_s = time.monotonic() + HELD_S
         self._held[req_id] = blocks = touch(self.keeper.manager, req_id)
         logger.warning("request %s: %d blocks are held until prefill cannot write them any more", req_id, len(blocks))
 

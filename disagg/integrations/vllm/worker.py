@@ -151,8 +151,10 @@ class WorkerHalf:
 
     @property
     def address(self) -> RankAddress | None:
-        """The instance's address."""
-        return self._leader
+        """The instance's address; `None` on later pipeline stages, since vLLM shows all addresses to every connector beside
+        this one, and others refuse those of later stages.
+        """
+        return self._leader if get_pp_group().is_first_rank else None
 
     def close(self) -> None:
         if self._manager is not None:

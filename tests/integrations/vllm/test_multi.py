@@ -61,6 +61,19 @@ def test_beside_another_connector(
         assert decode.counts["failed_loads"] == 0
 
 
+def test_pipeline_stages_beside_another_connector(start: Callable[..., Engine]) -> None:
+    """With stages the addresses of all go to all connectors, and this other one refuses those of later stages."""
+    both = {"connectors": [OURS, OFFLOADING]}
+    prefill = start(connector="MultiConnector", extra=both, pipeline_parallel_size=2)
+    decode = start(connector="MultiConnector", extra=both, block_size=64)
+    asked = prompts(LENGTHS, seed=41)
+    expected = prefill.wait_ready().generate(asked, max_tokens=6)
+    found = hand_over(prefill, decode.wait_ready(), asked, max_tokens=6)
+    check_equal(expected, found)
+    assert num_external(found) == [length - 1 for length in LENGTHS]
+    wait_empty(prefill, decode)
+
+
 @pytest.mark.parametrize(("outer", "inner"), [("recompute", "fail"), ("fail", "recompute")])
 def test_the_outer_policy_decides(start: Callable[..., Engine], outer: str, inner: str) -> None:
     """What becomes of a failed load: decode computes the request, or ends it with an error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from disagg import new_request_id
 from disagg.core.rows import Slot
 from disagg.integrations.handoff import Payload
-from disagg.integrations.vllm import worker
+from disagg.integrations.vllm import scheduler, worker
 from disagg.integrations.vllm.groups import Kind, read_groups
 from disagg.integrations.vllm.kept import Keeper
 from disagg.integrations.vllm.layout import Cache
@@ -873,6 +874,50 @@ def test_a_failed_load_whose_blocks_are_held_holds_up_no_other(server: Start) ->
     assert request.status == RequestStatus.WAITING
     decode.step(kv_connector_worker_meta=WorkerReport(leases=Counter({name: -1})))
     decode.run(request)
+    decode.check_empty()
+
+
+def test_vllm_steps_while_blocks_of_a_failed_load_are_held(server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an idle server never hears that they are free, and can neither pause nor reset its cache."""
+    decode = server(policy="fail")
+    name = decode.add(80, handed_over()).request_id
+    decode.step()
+    held = WorkerReport(leases=Counter([name]))
+    decode.step(finished_recving={name}, failed_recving={name}, kv_connector_worker_meta=held)
+    decode.step()
+    assert not decode.scheduler.requests
+    assert decode.scheduler.has_requests()
+    with monkeypatch.context() as later:
+        later.setattr(scheduler.time, "monotonic", lambda: time.monotonic() + scheduler.HELD_S)
+        assert not decode.scheduler.has_requests()  # it may be for good
+    decode.step(kv_connector_worker_meta=WorkerReport(leases=Counter({name: -1})))
+    assert not decode.scheduler.has_requests()
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "not loaded"])
+def test_a_client_that_leaves_is_no_refusal(server: Start, loaded: bool) -> None:
+    """The frontend then sends the request's parameters once more, without its prompt and as they came."""
+    decode, params = server(), handed_over()
+    if loaded:
+        request = decode.add(80, dict(params))
+        decode.run(request)
+        params["remote_prompt"] = Prompts(decode.scheduler.vllm_config).digest(request, 79)
+    else:
+        params["remote_prompt"] = "0" * 32
+    stand_in = Request(
+        request_id="stand-in",
+        prompt_token_ids=[0],
+        sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        abort_immediately=True,
+    )
+    decode.scheduler.add_request(stand_in)
+    decode.scheduler.finish_requests(["stand-in"], RequestStatus.FINISHED_ABORTED)
+    assert decode.scheduler.connector.scheduler.take_stats().data["refused_hand_overs"] == 0
+    told, _, _ = decode.step()
+    assert len(told.declines) == (0 if loaded else 1)
     decode.check_empty()
 
 
