@@ -50,8 +50,10 @@ def register() -> None:
         HookRegistry.register(f"{queues}.{queue}.__init__", _without_digests, HookType.AFTER)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", collect_created, HookType.BEFORE)
-    retire = "sglang.srt.managers.scheduler.Scheduler.retire_unadmitted_request"
-    HookRegistry.register(retire, _retire, HookType.AROUND)
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    for door in ("retire_unadmitted_request", "_reject_sampling_mask_request"):
+        HookRegistry.register(f"{scheduler}.{door}", _retire, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}._set_or_validate_priority", _check_priority, HookType.AROUND)
     sending = f"{queues}.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk"
     HookRegistry.register(sending, _send_cached, HookType.AROUND)
     HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.prefetch_prefill_dp_rank_queries", _prefetch, HookType.AROUND)
@@ -199,9 +201,21 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
     return is_refused
 
 
-def _retire(original: Callable[[Any, Any], None], scheduler: Any, request: Any) -> None:
-    """SGLang has refused a request before it got to the queue."""
-    original(scheduler, request)
+def _retire(original: Callable[..., None], scheduler: Any, request: Any, *given: Any, **named: Any) -> None:
+    """SGLang refuses a request before it gets to the queue."""
+    original(scheduler, request, *given, **named)
+    _tell_of_refusal(scheduler, request)
+
+
+def _check_priority(original: Callable[[Any, Any], bool], scheduler: Any, request: Any) -> bool:
+    """As `_retire`, for a priority where requests have none."""
+    is_accepted = original(scheduler, request)
+    if not is_accepted:
+        _tell_of_refusal(scheduler, request)
+    return is_accepted
+
+
+def _tell_of_refusal(scheduler: Any, request: Any) -> None:
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
     if queue is not None and queue.transfer_backend.value == NAME:
         queue.kv_manager.refused(request)

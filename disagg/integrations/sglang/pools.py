@@ -280,6 +280,10 @@ def _window_heads(config: Any) -> int:
 def _index(pool: Any, layers: tuple[int, ...]) -> IndexFacts | None:
     if _name(pool) != "DSATokenToKVPool":
         return None
+    from sglang.srt.mem_cache import index_key_cache
+
+    if index_key_cache._use_aiter_preshuffle:
+        raise ConfigError("token_to_kv_pool: expected index keys token by token, found tiles of 16 tokens, as aiter has them")
     own = tuple(layer for layer, skipped in zip(layers, pool.skip_topk_layers, strict=True) if not skipped)
     tail = pool.index_kpool + pool.tail_extra_slots if pool.kpool_use_compress else 0
     return IndexFacts(layers=own, key_dim=pool.index_head_dim, tokens_per_key=pool.index_kpool, tail=tail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,9 @@ import torch
 from disagg.core.errors import LocalProtocolError
 from disagg.integrations.adapters import Adapters
 from disagg.integrations.handoff import prompt_digest
+
+ELASTIC = re.compile(r"(^|\|)elastic_ep_size=\d+\Z")
+"""SGLang adds it to a request's `extra_key` with elastic expert parallelism and a radix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,7 @@ def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
     token_ids = request.origin_input_ids
     if getattr(request, "pd_rebootstrap_in_progress", False):  # retracted: prefill also computes its output
         token_ids = array("q", [*token_ids, *request.output_ids])
-    namespace, adapter = (request.extra_key or "").partition("|elastic_ep_size=")[0], None
+    namespace, adapter = ELASTIC.sub("", request.extra_key or ""), None
     if request.lora_id is not None:
         namespace = namespace.removesuffix(request.lora_id)
         found = paths.get(request.lora_id)

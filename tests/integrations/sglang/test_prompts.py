@@ -45,7 +45,10 @@ def test_every_part_of_a_prompt_counts() -> None:
     ]
     assert len({each.digest(40) for each in every}) == len(every)
     assert every[0].digest(39) == every[1].digest(39) != every[0].digest(40)
-    assert prompt(extra_key="x|elastic_ep_size=8").digest(40) == every[3].digest(40)
+    elastic = "elastic_ep_size=8"  # as SGLang adds it to the key that a request has, if any
+    assert prompt(extra_key=f"x|{elastic}").digest(40) == every[3].digest(40)
+    assert prompt(extra_key=elastic).digest(40) == every[0].digest(40)
+    assert prompt(extra_key=f"{elastic}|x").digest(40) not in (every[0].digest(40), every[3].digest(40))
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def asked(room: int, host: str = "127.0.0.1") -> Any:
     return SimpleNamespace(bootstrap_room=room, bootstrap_host=host, bootstrap_port=8998, finished_reason=reason)
 
 
-@pytest.mark.parametrize("door", ["in the queue", "before the queue"])
+@pytest.mark.parametrize("door", ["in the queue", "before the queue", "its priority"])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_decode_hears_what_prefill_refuses(prefill: Side, decode: Side, door: str, is_first: bool) -> None:
     """With its reason, whether or not decode has reserved by then."""
@@ -100,7 +100,10 @@ def test_decode_hears_what_prefill_refuses(prefill: Side, decode: Side, door: st
         assert plugin._refuse(lambda *_: True, prefill.queue, request)
     else:
         scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=prefill.queue, disagg_decode_prealloc_queue=None)
-        plugin._retire(lambda *_: None, scheduler, asked(7))
+        if door == "its priority":
+            assert not plugin._check_priority(lambda *_: False, scheduler, asked(7))
+        else:
+            plugin._retire(lambda *_: None, scheduler, asked(7), "a message of some doors")
     event = (receiver or decode.receive(7, prefill)).wait(timeout_s=PATIENCE_S)
     assert TOO_LONG in str(event.error)
     assert event.lease.released

@@ -13,6 +13,7 @@ import pytest
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.mem_cache import index_key_cache
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     MambaPool,
@@ -334,6 +335,15 @@ def test_index_keys_beside_windows_are_refused() -> None:
                          swa_kv_pool_kwargs=given, **paged(64, 1))  # fmt: skip
     with pytest.raises(ConfigError, match=r"token_to_kv_pool, full_kv_pool: expected no index keys, .* found DSATokenToKVPool"):
         read_facts(Pools(kv=pool, config=config(), window=WINDOW), Topology())
+
+
+def test_index_keys_in_tiles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tile of a prompt may be filled in part, and its tokens do not lie one behind the other."""
+    pools = latents_packed(1)
+    assert read_facts(pools, Topology()).index is not None
+    monkeypatch.setattr(index_key_cache, "_use_aiter_preshuffle", True)
+    with pytest.raises(ConfigError, match="expected index keys token by token"):
+        read_facts(pools, Topology())
 
 
 def test_index_values_are_refused() -> None:
