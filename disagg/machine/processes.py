@@ -198,12 +198,13 @@ class ProcessWatch:
                 if _is_held(self._held) and _unix_sockets(name).isdisjoint(held):
                     return False  # a child has the identity's socket, and may have the engine's
                 self._inherited = _connected_to(sockets, held)
-            is_cut = True
+            owners, is_cut = {(row.local, row.remote): row.inode for row in sockets}, True
             for row in sockets:
                 was_accepted, was_opened = port_of(row.local) in engine.accepted, port_of(row.remote) in engine.opened
                 waits = was_accepted and row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED
                 is_open = waits or (row.inode in own and (was_accepted or was_opened))
-                if is_open and (row.local, row.remote) in self._inherited:
+                is_late = was_opened and owners.get((row.remote, row.local)) == _NO_OWNER  # nobody accepts there any more
+                if is_open and (is_late or (row.local, row.remote) in self._inherited):
                     is_cut = False
                     if row.inode in own:
                         with contextlib.suppress(OSError), duplicate(own[row.inode]) as found:

@@ -157,6 +157,11 @@ def test_a_program_that_executes_another_is_quiet_once_all_that_it_sent_was_read
     assert process.stdout.readline() == "executed\n"
     new = stack.enter_context(listening.accept()[0])
     waiting.close()
+    if inheritance == "inherited":  # the engine here connects anew to one that it does not know to be gone
+        late = stack.enter_context(socket.create_connection(("127.0.0.1", their_port)))
+        assert not watch.is_quiet(engine)
+        assert late.recv(1) == b""
+        late.close()
     for each in old:
         with suppress(ConnectionResetError):
             while each.recv(1 << 20):
