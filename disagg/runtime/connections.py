@@ -25,6 +25,7 @@ from disagg.runtime.peer_processes import PeerProcesses
 logger = ThreadLog(__name__)
 
 MAX_CONNECTING = 4
+"""At once, of ranks that were not tried or could be connected last, and of those that could not."""
 PROCESS_CHECK_S = 0.5
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """The first and the longest delay between fences: it doubles, and begins anew when the rank's process ends."""
@@ -70,7 +71,7 @@ class Connections:
         self._command = command
         self._on_connected = on_connected
         self._threads: list[threading.Thread] = []
-        self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
+        self._slots = {failed: threading.BoundedSemaphore(MAX_CONNECTING) for failed in (False, True)}
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}  # by epoch
         self._fence_at = NEVER
         self._next_check = 0.0
@@ -116,7 +117,7 @@ class Connections:
     # -- connecting --------------------------------------------------------------------------------------------------
 
     def connect(self, ready: Ready) -> None:
-        """In a thread of its own: a peer that does not answer delays no other."""
+        """In a thread of its own. A peer that does not answer delays others at its first attempt only."""
         peer, connect = self._handshake.peer(ready.peer), self._handshake.connecting(ready.peer, ready.welcome)
         name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
         thread = threading.Thread(target=self._run, args=(ready, peer, connect), name=name, daemon=True)
@@ -138,7 +139,7 @@ class Connections:
     def _run(self, ready: Ready, peer: Peer, connect: Callable[[], RemoteRank]) -> None:
         """In a thread of its own."""
         rank, problem = None, ""
-        with self._semaphore:
+        with self._slots[peer.failed]:
             if peer.connecting is not ready:
                 return  # the peer was lost meanwhile, or connects again
             try:
@@ -155,7 +156,7 @@ class Connections:
             if rank is not None:
                 self._handshake.discard(ready.peer, rank)
             return
-        peer.connecting = None
+        peer.connecting, peer.failed = None, rank is None
         if rank is None:
             self._warnings.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
             self._peers.refuse(ready.peer, problem, now)

@@ -67,12 +67,13 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 class Peer:
     """A rank of a known instance. Only the control thread changes it.
 
-    `told`: whether its last processes were told that they may write rows, by epoch. `writing`: the engine by which it
-    writes here. `waiting`: transfers that wait for the engine.
+    `told`: whether its last processes were told that they may write rows, by epoch. `failed`: the engine could not connect
+    with it last. `writing`: the engine by which it writes here. `waiting`: transfers that wait for the engine.
     """
 
     told: dict[int, bool] = field(default_factory=dict)
     connecting: Ready | None = None
+    failed: bool = False
     remote: RemoteRank | None = None
     writing: Writing | None = None
     waiting: dict[RequestKey, list[StartTransfer]] = field(default_factory=dict)

@@ -5,8 +5,12 @@ lost peer lands in a slot that nobody else has, never in pages.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import mmap
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -44,6 +48,7 @@ class HostArena:
     """
 
     _kept: ClassVar[list[mmap.mmap]] = []
+    _live: ClassVar[weakref.WeakSet[HostArena]] = weakref.WeakSet()
 
     def __init__(self, nbytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -52,6 +57,8 @@ class HostArena:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         # After a fork the system would otherwise copy memory that an engine has pinned.
         self._memory.madvise(mmap.MADV_DONTFORK)
+        _watch_forks()
+        self._live.add(self)
         whole = np.frombuffer(self._memory, dtype=np.uint8)
         self._mapped_at = int(whole.__array_interface__["data"][0])
         start = -self._mapped_at % HUGE_PAGE_NBYTES
@@ -73,6 +80,17 @@ class HostArena:
         """Keep the addresses, but not the pages, for as long as the process lives."""
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._kept.append(self._memory)
+
+    @classmethod
+    def leave_to_parent(cls) -> None:
+        """In a forked child, which may have memory of its own at these addresses: never unmap them."""
+        for memory in (*cls._kept, *(arena._memory for arena in cls._live)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=HostArena.leave_to_parent)
 
 
 class StagingMemory:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import mmap
 import os
 import signal
 import threading
@@ -16,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import BackendUnavailable, LocalProtocolError, Pages, new_request_id
+from disagg import BackendUnavailable, KVManager, LocalProtocolError, ModelId, Pages, Topology, new_request_id
+from disagg.state import paged
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from tests.backends.conftest import require_engine
@@ -24,6 +27,9 @@ from tests.commands.conftest import ENGINES
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, receive
 
 PAGES = PageList((0, 1, 2))
+NBYTES = 1 << 20
+MAP_FIXED_NOREPLACE = 0x100000
+"""Linux 4.17. Python's `mmap` does not name it."""
 
 
 def fork(run: Callable[[], None]) -> int:
@@ -157,6 +163,32 @@ def test_a_child_is_refused_nixl_even_if_its_parent_has_closed_it() -> None:
     assert status_of(fork(child)) == 0
     with cluster(Side(), Side(), settings={"backend": "nixl"}) as again:
         assert all(event.ok for event in again.transfer(20))
+
+
+def test_a_child_that_drops_a_closed_manager_keeps_its_own_memory() -> None:
+    """Staging memory is not inherited, so the child may get its addresses for something else."""
+    k, v = np.zeros((2, 8, 16, 2, 16), np.float16)
+    kv = paged.gqa({0: (k, v)}, axes="nhd", num_kv_heads=2, topology=Topology())
+    manager = KVManager(name="decode", components=[kv], model=ModelId("m"), backend="cma")
+    staging = [each.region.address for each in manager._runtime._staging]
+    manager.close()
+    map_at = ctypes.CDLL(None, use_errno=True).mmap
+    map_at.restype = ctypes.c_size_t
+    map_at.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t]
+
+    def child() -> None:
+        nonlocal manager
+        for address in staging:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+            assert map_at(address, NBYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+            ctypes.memset(address, 7, NBYTES)
+        del manager
+        gc.collect()
+        for address in staging:
+            assert ctypes.string_at(address, NBYTES) == b"\7" * NBYTES
+
+    assert len(staging) == 2
+    assert status_of(fork(child)) == 0
 
 
 def test_a_manager_of_a_child_is_inherited_by_its_own_children_only() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from disagg.backends.base import Fence
-from disagg.protocol.peer_effects import Lost
+from disagg.core.errors import DisaggError
+from disagg.protocol.peer_effects import Lost, Ready
 from disagg.protocol.types import PeerRank
-from disagg.runtime.connections import MAX_FENCE_S, PROCESS_CHECK_S, Connections
+from disagg.runtime.connections import MAX_CONNECTING, MAX_FENCE_S, PROCESS_CHECK_S, Connections
 from disagg.runtime.handshake import Peer
 
 PEER, OTHER = PeerRank("prefill", 0), PeerRank("prefill", 1)
@@ -122,3 +125,46 @@ def test_a_fence_without_a_descriptor_proves_nothing_and_ends_nothing_else(caplo
     fences.run(LATE + 2 * MAX_FENCE_S)
     assert fences.quiet == [OTHER, PEER]
     assert fences.connections.num_fencing == 0
+
+
+def test_ranks_that_could_not_be_connected_hold_up_no_others() -> None:
+    """Such as those whose engine a firewall cuts off: each takes as long as the engine waits for a first byte."""
+    go_on, connected, commands = threading.Event(), threading.Event(), list[Callable[[float], None]]()
+    peers = {PeerRank("bad", number): Peer() for number in range(2 * MAX_CONNECTING)} | {OTHER: Peer()}
+
+    def attempt(rank: PeerRank) -> Callable[[], None]:
+        def run() -> None:
+            if rank.instance == "bad":
+                go_on.wait(60)
+                raise DisaggError("no byte from the peer")
+            connected.set()
+
+        return run
+
+    handshake: Any = SimpleNamespace(me="decode/0", peer=peers.__getitem__, connecting=lambda rank, _: attempt(rank))
+    given: Any = SimpleNamespace(refuse=lambda *_: None)
+    connections = Connections(
+        backend=given,
+        handshake=handshake,
+        peers=given,
+        sessions=given,
+        processes=given,
+        command=commands.append,
+        on_connected=lambda _: None,
+    )
+
+    def connect(*ranks: PeerRank) -> None:
+        for rank in ranks:
+            connections.connect(Ready(rank, 1, None))  # type: ignore[arg-type]
+
+    bad = [rank for rank in peers if rank.instance == "bad"]
+    go_on.set()
+    connect(*bad)
+    connections.join(60)
+    for command in commands:
+        command(0.0)
+    go_on.clear()
+    connect(*bad, OTHER)
+    assert connected.wait(60)
+    go_on.set()
+    connections.join(60)
