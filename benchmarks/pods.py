@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import statistics
@@ -40,6 +41,8 @@ CUT_S = 1.5
 DEADLINE_S = 30.0
 AXES = {"prefill": "nhd", "decode": "hnd"}
 PREFIX = "pods: "
+LOADED = {"nixl": ("nixl._api",), "mooncake": ("mooncake.engine",)}
+"""What a rank loads before it is opened: most of its start, and no network is needed for it."""
 COMPARED = 10
 """The first and the last so many pods are compared, and memory from this one on."""
 
@@ -63,9 +66,13 @@ def note_time(found: list[float]) -> None:
 
 
 def rank(name: str, engine: str, side: str, host: str) -> None:
-    """Run a prefill or decode rank. For each line on standard input, `send REQUEST` or `want NAME ADDRESS REQUEST`, serve that
-    request and print its outcome.
+    """Run a prefill or decode rank. The first line on standard input opens it. For each further one, `send REQUEST` or
+    `want NAME ADDRESS REQUEST`, serve that request and print its outcome.
     """
+    for module in LOADED.get(engine, ()):
+        importlib.import_module(module)
+    if not sys.stdin.readline():
+        return
     value = int(name) + 1 if side == "prefill" else 0
     pools, own = manager(name, engine, host, axes=AXES[side], value=value)
     say(own.address)
@@ -114,6 +121,11 @@ class Process:
         self.popen.stdin.write(line + "\n")
         self.popen.stdin.flush()
 
+    def open(self) -> str:
+        """Open its manager. Returns its address."""
+        self.tell("open")
+        return self.read()
+
     def read(self) -> str:
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
@@ -138,14 +150,13 @@ def rounds(engine: str, count: int, ends: list[str], *, stays: str = "decode") -
     goes = "decode" if stays == "prefill" else "prefill"
     with contextlib.closing(Hosts()) as hosts:
         lasting = Process(hosts, 0, str(count), engine, stays)
-        addresses = {stays: lasting.read()}
+        addresses = {stays: lasting.open()}
         later, requests = Process(hosts, 1, "0", engine, goes), itertools.count(1)
         for number, how in zip(range(count), itertools.cycle(ends), strict=False):
             own = later
-            addresses[goes] = own.read()
+            addresses[goes] = own.open()
             by_side = {stays: lasting, goes: own}
-            if how != "cut":  # another one starts meanwhile
-                later = Process(hosts, 1, str(number + 1), engine, goes)
+            later = Process(hosts, 1, str(number + 1), engine, goes)
             found: list[dict[str, Any]] = []
             is_busy = number % BUSY_EVERY == BUSY_EVERY - 1
             for nth in range(TIMED + is_busy):
@@ -160,8 +171,6 @@ def rounds(engine: str, count: int, ends: list[str], *, stays: str = "decode") -
                     found[-1]["right"] = found[-1]["right"] if stays == "decode" else json.loads(own.read())["right"]
             if not is_busy:
                 own.end(hosts, how)
-            if how == "cut":
-                later = Process(hosts, 1, str(number + 1), engine, goes)
             yield {"end": how, "busy": is_busy, "requests": found}
         for each in (later, lasting):
             each.end(hosts, "close")
