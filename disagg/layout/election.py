@@ -18,7 +18,7 @@ import numpy as np
 
 from disagg.core.errors import LayoutError
 from disagg.layout.encoding import encode
-from disagg.layout.ownership import Interval, Owned, Periodic, Share
+from disagg.layout.ownership import Interval, Owned, Periodic, Share, num_intervals
 from disagg.layout.tables import Axis, ComponentLayout, LayoutTable, TensorLayout, agreed_components, converted
 
 Box = tuple[Interval, ...]
@@ -120,7 +120,7 @@ def _holders(layouts: tuple[ComponentLayout | None, ...]) -> dict[str, _Sources]
     found: dict[str, _Sources] = defaultdict(_Sources)
     for rank, layout in enumerate(layouts):
         for tensor in layout.tensors if layout else ():
-            if tensor.layers:
+            if tensor.num_layers:
                 found[tensor.role].add(rank, tensor)
     return found
 
@@ -138,7 +138,7 @@ def _elect_component(
         where = f"component {component.name!r}, tensor {tensor.role!r}, destination rank {reader}"
         sources = holders.get(tensor.role) or _Sources()
         for box, holding in _cells(tensor, sources, steps, where):
-            steps.take(len(tensor.layers) * (1 + len(holding)), where)
+            steps.take(tensor.num_layers * (1 + len(holding)), where)
             for layer in tensor.layers:
                 ranks = [(rank, held) for rank, held in holding if layer in held.layer_set]
                 if not ranks:
@@ -161,6 +161,8 @@ def _cells(
     per_axis, num_parts = [], 1
     for axis in tensor.inner_axes:
         size = axis.size or 0
+        alike = [members[0][1].axis(axis.name).owned for members in sources.alike.values()]
+        steps.take(sum(num_intervals(each, size) for each in (axis.owned, *alike)), where)
         owned = [(members[0][1].axis(axis.name).owned.within(size), len(members)) for members in sources.alike.values()]
         cuts = sorted({edge for parts, _ in owned for part in parts.parts for edge in part})
         mine = axis.owned.within(size).parts
@@ -221,7 +223,8 @@ def _is_partition(owned: tuple[Owned, ...]) -> bool:
         times = sum((each.locate(tokens) >= 0).astype(np.int64) for each in periodic)
         return bool((np.asarray(times) == 1).all())
     cuts = {(each.parts, each.granule) for each in shares}
-    return len(shares) == len(owned) and len(cuts) == 1 and sorted(s.index for s in shares) == list(range(shares[0].parts))
+    is_one_cut = len(shares) == len(owned) and len(cuts) == 1 and shares[0].parts == len(shares)
+    return is_one_cut and len({each.index for each in shares}) == len(shares)
 
 
 def _uncovered(where: str, tensor: TensorLayout, box: Box, layer: int, sources: Sequence[tuple[int, TensorLayout]]) -> str:

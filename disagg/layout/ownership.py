@@ -82,10 +82,14 @@ class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", fo
         """Raises `LayoutError` above `MAX_PARTS` intervals."""
         if self.run == self.period:
             return interval(self.offset, size)
-        starts = range(self.offset, size, self.period)
-        if len(starts) > MAX_PARTS:
-            raise LayoutError(f"{self}: expected at most {MAX_PARTS} intervals on an axis of {size}, found {len(starts)}")
-        return Intervals(tuple(Interval(start, min(start + self.run, size)) for start in starts))
+        return Intervals(tuple(Interval(start, min(start + self.run, size)) for start in self.starts(size)))
+
+    def starts(self, size: int) -> range:
+        """Where the intervals below `size` start. Raises `LayoutError` for more than `MAX_PARTS`."""
+        found = range(self.offset, size, self.period)
+        if len(found) > MAX_PARTS:
+            raise LayoutError(f"{self}: expected at most {MAX_PARTS} intervals on an axis of {size}, found {len(found)}")
+        return found
 
     def locate(self, positions: Ints) -> Ints:
         repeat, inside = np.divmod(positions - self.offset, self.period)
@@ -143,6 +147,29 @@ def cuts(owned: Owned) -> tuple[int, ...]:
     if isinstance(owned, Share):
         return (owned.granule,)
     return (owned.offset, *((owned.run, owned.period) if owned.run < owned.period else ()))
+
+
+def num_intervals(owned: Owned, size: int) -> int:
+    """How many intervals `within(size)` has at most."""
+    if isinstance(owned, Intervals):
+        return len(owned.parts)
+    return len(owned.starts(size)) if isinstance(owned, Periodic) and owned.run < owned.period else 1
+
+
+def count(owned: Owned, size: int) -> int:
+    """How many positions below `size` are owned."""
+    return (owned.within(size) if isinstance(owned, Share) else owned).count_below(size)
+
+
+def merged(parts: Iterable[Interval]) -> Intervals:
+    """The positions in any of the intervals, ascending."""
+    found: list[Interval] = []
+    for start, stop in sorted(parts):
+        if found and start <= found[-1].stop:
+            found[-1] = Interval(found[-1].start, max(stop, found[-1].stop))
+        else:
+            found.append(Interval(start, stop))
+    return Intervals(tuple(found))
 
 
 def positions_to_intervals(positions: Iterable[int]) -> Intervals:

@@ -18,13 +18,15 @@ from disagg.core.rows import MAX_NAME, is_text
 from disagg.core.topology import Topology
 from disagg.layout.conversion import Held, Numbers, check_numbers, place_of, rule
 from disagg.layout.encoding import encode
-from disagg.layout.ownership import Interval, Intervals, Owned, Periodic, cuts, positions_to_intervals
+from disagg.layout.ownership import Interval, Intervals, Owned, count, cuts, merged, num_intervals
 
 LAYER = "layer"
 TOKEN = "token"
 MAX_AXIS_SIZE = 2**24
 """Tables come from peers and are expanded to intervals, hence these limits."""
 MAX_LAYERS = 2**14
+MAX_LAYER_IDS = 2**18
+"""Limit on the lengths of all different lists of layers of a table."""
 
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,8 +52,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return
         if not 0 < self.size <= MAX_AXIS_SIZE:
             raise LayoutError(f"axis {self.name!r}: expected a size of 1 to {MAX_AXIS_SIZE}, found {self.size}")
-        if isinstance(self.owned, Periodic):
-            self.owned.within(self.size)
+        num_intervals(self.owned, self.size)
         if isinstance(self.owned, Intervals) and any(part.stop > self.size for part in self.owned.parts):
             raise LayoutError(f"axis {self.name!r}: expected positions below its size {self.size}, found {self.owned}")
 
@@ -74,15 +75,16 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
             raise LayoutError(f"tensor {self.role!r}: expected distinct axes with one {LAYER!r}, found {' '.join(names)!r}")
         if not isinstance(self.axis(LAYER).owned, Intervals):
             raise LayoutError(f"tensor {self.role!r}: expected layers as intervals of ids, found {self.axis(LAYER).owned}")
-        if any(part.stop > MAX_LAYERS for part in self.axis(LAYER).owned.within(2**62).parts):
+        if any(part.stop > MAX_LAYERS for part in self.layer_parts):
             raise LayoutError(f"tensor {self.role!r}: expected layer ids below {MAX_LAYERS}, found {self.axis(LAYER).owned}")
         for axis in self.inner_axes:
             if axis.granule != 1:
                 what = f"tensor {self.role!r}, axis {axis.name!r}"
                 raise LayoutError(f"{what}: only a token axis may have a granule, found {axis.granule}")
         if self.numbers is not None:
-            num_positions = sum(part.stop - part.start for part in self._scale_parts)
-            check_numbers(self.dtype, self.numbers, len(self.layers), num_positions, f"tensor {self.role!r}")
+            scaled = self._scaled
+            num_positions = 1 if scaled is None else count(scaled.owned, scaled.size or 0)
+            check_numbers(self.dtype, self.numbers, self.num_layers, num_positions, f"tensor {self.role!r}")
 
     def axis(self, name: str) -> Axis:
         """Raises `LayoutError` if there is none."""
@@ -91,27 +93,37 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
                 return axis
         raise LayoutError(f"tensor {self.role!r}: no axis {name!r} among {' '.join(a.name for a in self.axes)!r}")
 
+    @property
+    def layer_parts(self) -> tuple[Interval, ...]:
+        return self.axis(LAYER).owned.within(2**62).parts
+
+    @property
+    def num_layers(self) -> int:
+        return sum(part.stop - part.start for part in self.layer_parts)
+
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layer ids in memory order."""
-        return tuple(layer for part in self.axis(LAYER).owned.within(2**62).parts for layer in range(*part))
+        return tuple(layer for part in self.layer_parts for layer in range(*part))
 
     @property
-    def _scale_parts(self) -> tuple[Interval, ...]:
-        """The positions with scales of their own in each layer."""
+    def _scaled(self) -> Axis | None:
+        """The axis whose positions have scales of their own in each layer."""
         if self.numbers is None or self.numbers.axis is None:
-            return (Interval(0, 1),)
+            return None
         axis = self.axis(self.numbers.axis)
         if axis not in self.inner_axes:
             raise LayoutError(f"tensor {self.role!r}: expected scales by an axis of constant size, found {axis.name!r}")
-        return axis.owned.within(axis.size or 0).parts
+        return axis
 
     @cached_property
     def scales(self) -> dict[tuple[int, int], float]:
         """The scales by layer and position of the axis of `numbers` (0 without one)."""
         if self.numbers is None:
             return {}
-        positions = [position for part in self._scale_parts for position in range(*part)]
+        axis = self._scaled
+        parts = (Interval(0, 1),) if axis is None else axis.owned.within(axis.size or 0).parts
+        positions = [position for part in parts for position in range(*part)]
         return dict(zip(itertools.product(self.layers, positions), self.numbers.scales, strict=True))
 
     @cached_property
@@ -217,9 +229,23 @@ class LayoutTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
     def decode(cls, data: bytes) -> LayoutTable:
         """Raises `LayoutError` with the path of the wrong value."""
         try:
-            return _DECODER.decode(data)
+            table = _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise LayoutError(f"layout table of {len(data)} bytes cannot be read: {error}") from error
+        table._share_layers()
+        return table
+
+    def _share_layers(self) -> None:
+        """Have tensors of equal layers share the list of them, which may take a thousand times the bytes of its intervals."""
+        shared: dict[tuple[Interval, ...], dict[str, object]] = {}
+        num_ids = 0
+        for tensor in (tensor for rank in self.ranks for component in rank.components for tensor in component.tensors):
+            if tensor.layer_parts not in shared:
+                num_ids += tensor.num_layers
+                if num_ids > MAX_LAYER_IDS:
+                    raise LayoutError(f"layout table: expected at most {MAX_LAYER_IDS} layer ids in lists that differ")
+                shared[tensor.layer_parts] = {"layers": tensor.layers, "layer_set": tensor.layer_set}
+            tensor.__dict__.update(shared[tensor.layer_parts])
 
 
 _DECODER = msgspec.msgpack.Decoder(LayoutTable)
@@ -293,7 +319,7 @@ def _numbers(table: LayoutTable, name: str) -> dict[str, Held]:
 def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
     """What both sides must agree on, by field. Raises `LayoutError` if the table's ranks disagree."""
     facts: dict[str, object] = {}
-    layers: dict[str, set[int]] = {}
+    layers: dict[str, set[Interval]] = {}
     for component in table.components.get(name, ()):
         if component is None:
             continue
@@ -305,10 +331,10 @@ def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
             for axis, (size, granule) in axes.items():
                 found[f"tensor {tensor.role!r}, axis {axis!r}: global size"] = size
                 found[f"tensor {tensor.role!r}, axis {axis!r}: granule"] = granule
-            layers.setdefault(tensor.role, set()).update(tensor.layers)
+            layers.setdefault(tensor.role, set()).update(tensor.layer_parts)
         for field, value in found.items():
             if facts.setdefault(field, value) != value:
                 raise LayoutError(f"component {name!r}, {field}: ranks of one instance differ: {facts[field]} and {value}")
-    for role, ids in layers.items():
-        facts[f"tensor {role!r}: layers"] = str(positions_to_intervals(sorted(ids)))
+    for role, parts in layers.items():
+        facts[f"tensor {role!r}: layers"] = str(merged(parts))
     return facts or None

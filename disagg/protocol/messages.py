@@ -333,6 +333,9 @@ _TAG_DECODER = msgspec.msgpack.Decoder(_Tag)
 _LARGE = {"hello": 8 << 20, "welcome": MAX_MESSAGE_NBYTES, "reserve": MAX_MESSAGE_NBYTES, "complete": 16 << 20}
 """Limits on messages whose bulk is byte strings: tables, page ids, checksums."""
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_LARGE_DECODERS: dict[str, msgspec.msgpack.Decoder[AnyMessage]] = {
+    tag: msgspec.msgpack.Decoder(kind) for kind in get_args(AnyMessage) if (tag := kind.__struct_config__.tag) in _LARGE
+}
 
 
 MESSAGE_TYPES = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyMessage))
@@ -356,6 +359,7 @@ def decode(data: bytes) -> AnyMessage:
             limit = _LARGE.get(kind, MAX_PLAIN_NBYTES)
             if len(data) > limit:
                 raise RemoteProtocolError(f"message {kind[:32]!r} of {len(data)} bytes: expected {limit} at most")
+            return _LARGE_DECODERS[kind].decode(data)  # not as what another type in it says
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"message of {len(data)} bytes cannot be read: {type(error).__name__}: {error}") from error

@@ -19,7 +19,7 @@ MAX_RANKS = 4096
 MAX_AGREEMENTS = 256
 """Instances with equal layouts share one."""
 MAX_COMPARING = 4
-"""Each in a thread; other tables wait for the next hello."""
+"""Each in a thread, and of another instance; other tables wait for the next hello."""
 
 
 class Agreements:
@@ -28,20 +28,22 @@ class Agreements:
     def __init__(self, local: LocalRank) -> None:
         self._local = local
         self._found: OrderedDict[bytes, Future[Agreement | str]] = OrderedDict()
+        self._comparing: dict[str, Future[Agreement | str]] = {}
 
-    def get(self, table: bytes) -> Agreement:
+    def get(self, table: bytes, instance: str) -> Agreement:
         """Raises `Undecided` while it is being computed, `LayoutError` if the layouts do not match."""
         if len(table) > MAX_TABLE_NBYTES:
             raise LayoutError(f"layout table: expected at most {MAX_TABLE_NBYTES} bytes, found {len(table)}")
         known = self._found.get(table)
         done = [each for each, result in self._found.items() if result.done()]
-        if known is None and len(self._found) - len(done) < MAX_COMPARING:
+        self._comparing = {name: each for name, each in self._comparing.items() if not each.done()}
+        if known is None and instance not in self._comparing and len(self._comparing) < MAX_COMPARING:
             known = Future()
             try:
                 threading.Thread(target=self._compare, args=(table, known), name="disagg-compare", daemon=True).start()
             except RuntimeError as error:
                 raise Undecided(f"no thread to compare layouts with: {error}", retry_s=0.5) from error
-            self._found[table] = known
+            self._found[table] = self._comparing[instance] = known
             if len(done) >= MAX_AGREEMENTS:
                 del self._found[done[0]]
         if known is None or not known.done():

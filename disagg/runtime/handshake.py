@@ -261,7 +261,7 @@ class Handshake:
                 others = ", ".join(map(str, sorted(connected)))
                 raise Undecided(f"ranks {others} of {theirs.instance!r} are connected with another layout table", retry_s=0.5)
             try:
-                agreement = self._agreements.get(theirs.table)
+                agreement = self._agreements.get(theirs.table, theirs.instance)
             except LayoutError as error:
                 raise LayoutError(f"{theirs.instance}/{theirs.rank} and {self.me}: {error}") from error
             known = self._instances.setdefault(theirs.instance, _Instance(agreement))

@@ -202,6 +202,8 @@ def test_token_ownerships_of_giant_periods_are_rejected_in_bounded_memory() -> N
         (Periodic(0, 1, 1021), Periodic(1, 1, 1031), Periodic(2, 1, 1033)),
         (Periodic(0, 1, 1), Periodic(2**61, 1, 1)),
         tuple(Periodic(index, 1, 2**20) for index in range(9)),
+        (Share(0, 2**31),),
+        (Share(0, 2), Share(0, 2)),
     ):
         with pytest.raises(LayoutError, match="axis 'token'"):
             elect(by_tokens(*owned), by_tokens(EVERYTHING))

@@ -16,6 +16,7 @@ from disagg.core.topology import Topology
 from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Owned, Periodic, Share, interval, positions_to_intervals
 from disagg.layout.tables import (
     MAX_AXIS_SIZE,
+    MAX_LAYER_IDS,
     MAX_LAYERS,
     Axis,
     ComponentLayout,
@@ -342,3 +343,38 @@ def test_a_table_with_one_byte_changed_raises_only_layout_errors(place: int, byt
     except LayoutError:
         return
     assert LayoutTable.decode(found.encode()) == found
+
+
+def many_tensors(*axes: Axis, count: int = 2000) -> bytes:
+    """A table with a component that the other side need not have, and which names much in few bytes."""
+    tensors = tuple(TensorLayout(str(number), "bool", axes) for number in range(count))
+    return table(component(), ComponentLayout("x", "slot", tensors, optional=True)).encode()
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [(Axis("layer", None, interval(0, MAX_LAYERS)),), (Axis("layer", None, Intervals(())), Axis("a", 8192, Periodic(0, 1, 2)))],
+    ids=["layers", "periods"],
+)
+def test_a_table_is_not_expanded(axes: tuple[Axis, ...]) -> None:
+    """It may come from anybody."""
+    data, local = many_tensors(*axes), table(component())
+    tracemalloc.start()
+    assert agreed_components(local, LayoutTable.decode(data)) == agreed_components(local, local)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+
+
+def test_tensors_of_equal_layers_share_them() -> None:
+    tensors = LayoutTable.decode(many_tensors(Axis("layer", None, interval(3, 9)))).ranks[0].by_name["x"].tensors
+    assert {tensor.layers for tensor in tensors} == {(3, 4, 5, 6, 7, 8)}
+    assert len({id(tensor.layers) for tensor in tensors}) == 1
+
+
+def test_layers_that_differ_from_tensor_to_tensor_are_bounded() -> None:
+    tensors = tuple(
+        TensorLayout(str(number), "bool", (Axis("layer", None, interval(number, MAX_LAYERS)),)) for number in range(17)
+    )
+    data = table(ComponentLayout("x", "slot", tensors)).encode()
+    with pytest.raises(LayoutError, match=f"expected at most {MAX_LAYER_IDS} layer ids"):
+        LayoutTable.decode(data)

@@ -401,6 +401,14 @@ def test_a_message_of_many_values_is_bounded_before_it_is_read() -> None:
     many = [[0, 0, 0, [["kv", [1] * 60_000, None, 0, 1]] * 20, 0, 1, 1]]
     with pytest.raises(RemoteProtocolError, match=r"message 'slots_filled' of 12..... bytes: expected 1048576 at most"):
         decode(msgpack.packb({"type": "slots_filled", **IDS, "nonce": 1, "slots": many}))
+    slots, other = msgpack.packb({"type": "slots_filled", **IDS, "nonce": 1, "slots": many}), msgpack.packb("type")
+    for pairs in ((slots[1:], other, msgpack.packb("welcome")), (other, msgpack.packb("welcome"), slots[1:])):
+        forged = bytes([0x80 | 6]) + b"".join(pairs)
+        tracemalloc.start()
+        with pytest.raises(RemoteProtocolError, match="cannot be read|'slots_filled' of 12..... bytes: expected 1048576"):
+            decode(forged)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
     with pytest.raises(RemoteProtocolError, match="message 'nothing' of"):
         decode(msgpack.packb({"type": "nothing", "filler": bytes(2 << 20)}))
     with pytest.raises(RemoteProtocolError, match="cannot be read"):

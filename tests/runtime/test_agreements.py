@@ -24,15 +24,15 @@ def local_rank(tp: int = 1) -> LocalRank:
     return LocalRank(Topology(tp=tp), (), table(layouts), {})
 
 
-def decided(found: Agreements, encoded: bytes) -> Agreement:
+def decided(found: Agreements, encoded: bytes, instance: str = "p") -> Agreement:
     def ask() -> Agreement | None:
         try:
-            return found.get(encoded)
+            return found.get(encoded, instance)
         except Undecided:
             return None
 
     until(lambda: ask() is not None)
-    return found.get(encoded)
+    return found.get(encoded, instance)
 
 
 def test_an_agreement_is_undecided_until_it_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +46,10 @@ def test_an_agreement_is_undecided_until_it_was_compared(monkeypatch: pytest.Mon
     monkeypatch.setattr(Agreement, "between", slow)
     for _ in range(2):
         with pytest.raises(Undecided, match="being compared"):
-            found.get(encoded)
+            found.get(encoded, "p")
     go_on.set()
     assert decided(found, encoded).num_ranks == 2
-    assert found.get(encoded) is found.get(encoded)
+    assert found.get(encoded, "p") is found.get(encoded, "q")
 
 
 def test_a_table_that_does_not_fit_is_an_error_each_time() -> None:
@@ -58,7 +58,7 @@ def test_a_table_that_does_not_fit_is_an_error_each_time() -> None:
         with pytest.raises(LayoutError, match="cannot be read"):
             decided(found, b"nonsense")
     with pytest.raises(LayoutError, match=f"expected at most {MAX_TABLE_NBYTES} bytes"):
-        found.get(bytes(MAX_TABLE_NBYTES + 1))
+        found.get(bytes(MAX_TABLE_NBYTES + 1), "p")
 
 
 def test_an_instance_of_too_many_ranks_is_refused() -> None:
@@ -93,9 +93,13 @@ def test_only_a_few_tables_are_compared_at_a_time(monkeypatch: pytest.MonkeyPatc
     given = [bytes([number]) for number in range(MAX_COMPARING + 3)]
     for each in given:
         with pytest.raises(Undecided):
-            found.get(each)
+            found.get(each, "one that says hello with many tables")
     until(lambda: len(started) > 0)
-    assert len(started) <= MAX_COMPARING
+    assert len(started) == 1
+    for each in given[1:]:
+        with pytest.raises(Undecided):
+            found.get(each, f"p{each!r}")
+    until(lambda: len(started) == MAX_COMPARING)
     go_on.set()
     for each in given:
         with pytest.raises(LayoutError, match="compared"):
