@@ -237,6 +237,7 @@ class Client:
         self._known: dict[str, Server] = {}
         self._places: dict[str, Iterator[Place]] = {}
         self._parses_tools: dict[str, bool] = {}
+        self._max_lengths: dict[str, int] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
     async def server(self, url: str, headers: Mapping[str, str]) -> Server:
@@ -301,6 +302,17 @@ class Client:
                 self._parses_tools[decode.url] = b"--tool-call-parser" not in refused.body
         return self._parses_tools[decode.url]
 
+    async def max_length(self, server: Server, headers: Mapping[str, str]) -> int:
+        """The most tokens of a request at a vLLM server, its answer included. vLLM shortens an answer without a word."""
+        if server.url not in self._max_lengths:
+            async with self.open("GET", f"{server.url}/v1/models", headers=headers) as answer:
+                found = [each.get("max_model_len") for each in (await read_json(answer)).get("data") or ()]
+            known = [each for each in found if isinstance(each, int)]
+            if not known:
+                raise Failed(f"{server.url} does not say how many tokens a request may have")
+            self._max_lengths[server.url] = min(known)
+        return self._max_lengths[server.url]
+
     async def text(self, server: Server, headers: Mapping[str, str], model: Any, tokens: list[int]) -> str:
         """The text of tokens. Raises as `ask` does."""
         asked = {"tokens": tokens} if model is None else {"tokens": tokens, "model": model}
@@ -348,7 +360,7 @@ class Client:
                 yield answer
         except ClientError:
             origin = URL(url).origin()
-            tables: tuple[dict[str, Any], ...] = self._known, self._parses_tools, self._places
+            tables: tuple[dict[str, Any], ...] = self._known, self._parses_tools, self._max_lengths, self._places
             for table in tables:  # until it answers, nobody computes anything for it
                 for known in [known for known in table if URL(known).origin() == origin]:
                     del table[known]
@@ -752,6 +764,10 @@ async def send(request: web.Request, answer: ClientResponse, first: bytes, other
     return response
 
 
+def has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
 class StopStrings:
     """Finds stop strings in the text of an answer that has moved, as vLLM does: the other server does not know the text before.
 
@@ -965,7 +981,7 @@ class Answer:
                     yield line + b"\n\n"
                 continue
             if event.get("error"):
-                yield line + b"\n\n"
+                yield line + b"\n\n" + DONE
                 continue
             for choice in event["choices"]:
                 self.tokens += choice["token_ids"] or ()
@@ -993,7 +1009,7 @@ class Answer:
         if self._stopping is None:
             return False
         try:
-            answer = await self._stopping
+            answer = await asyncio.shield(self._stopping)  # the drain waits for it too, also if this client leaves
         except Refused:
             return False
         except (ClientError, Failed) as error:
@@ -1024,6 +1040,13 @@ class Answer:
             if server is not source and server.url in self._drained:
                 continue
             self.target, move_id = server, secrets.token_hex(16)
+            if server is not source:
+                try:
+                    await self._check_length(server, left)
+                except (ClientError, Failed, Refused) as error:
+                    logger.warning("%s does not go on with %s: %s", server.url, self.id, error)
+                    failure = error
+                    continue
             async with AsyncExitStack() as stack:
                 try:
                     asked = self._continuation(left, kept, move_id)
@@ -1049,6 +1072,13 @@ class Answer:
                 yield begin_with(first, others)
                 return
         raise Failed(f"no server goes on with the answer: {failure}")
+
+    async def _check_length(self, server: Server, left: dict[str, Any]) -> None:
+        """Raises `Failed` if the whole answer may be longer than requests of this server."""
+        longest = await self._client.max_length(server, self.headers)
+        length = len(self._prompt) + self.num_before + left["max_tokens"]
+        if length > longest:
+            raise Failed(f"{server.url}: expected room for {length} tokens, found --max-model-len {longest}")
 
     def _continuation(self, left: dict[str, Any], kept: Body | None, move_id: str) -> dict[str, Any]:
         """What a server is asked that goes on. The proxy itself looks for stop strings."""
@@ -1286,7 +1316,7 @@ class Proxy:
             url = await self._decode_of(request)
         except Refused as refused:
             return refused.response()
-        if url not in self._drains:
+        if url not in self._drains or has_failed(self._drains[url]):
             self._drains[url] = asyncio.create_task(self._empty(url))
         return web.json_response(await asyncio.shield(self._drains[url]))  # it goes on if the client leaves
 
@@ -1319,7 +1349,7 @@ class Proxy:
                 await asyncio.sleep(DRAIN_INTERVAL_S)
             for task in [task for task in moving if task.done()]:
                 answer = moving.pop(task)
-                if reason := task.result():
+                if reason := "it has ended" if task.cancelled() else task.result():
                     stayed.append({"id": answer.id, "reason": reason})
                 else:
                     moved.append({"id": answer.id, "tokens": answer.num_before})

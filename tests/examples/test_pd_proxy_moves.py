@@ -141,6 +141,7 @@ class Decode:
     text: Callable[[list[int]], str] = text_of
     going: asyncio.Event = field(default_factory=asyncio.Event)
     is_stopped: bool = False
+    max_length: int | None = 4096
     num_at_once: int = 2
     """How many tokens of an answer come before it is `going`."""
     stops: asyncio.Event = field(default_factory=asyncio.Event)
@@ -159,6 +160,9 @@ class Decode:
     async def respond(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         if request.path == "/detokenize":
             return web.json_response({"prompt": self.text(asked.body["tokens"])})
+        if request.path == "/v1/models":
+            adapter = {"id": "adapter", "max_model_len": None}
+            return web.json_response({"data": [{"id": "model", "max_model_len": self.max_length}, adapter]})
         if request.path != "/v1/completions":
             await self.going.wait()
             return web.json_response({})
@@ -189,6 +193,8 @@ class Decode:
         response = web.StreamResponse(headers=SSE)
         await response.prepare(request)
         number = 0
+        most = 4096 if self.max_length is None else self.max_length
+        body["max_tokens"] = min(body["max_tokens"], most - len(body["prompt"]))  # without a word, as vLLM
         for tokens, text in self.parts(body["prompt"], body["max_tokens"]):
             if number >= self.num_at_once:
                 await self.going.wait()
@@ -720,3 +726,40 @@ def test_a_server_that_there_is_not(body: bytes) -> None:
                 assert answer.status == 400
 
     run(scenario, Decode(), Decode())
+
+
+@pytest.mark.parametrize(("max_length", "moves"), [(43, True), (42, False), (None, False)])
+def test_an_answer_stays_whole(max_length: int | None, moves: bool) -> None:
+    """A server whose requests are shorter would cut it without a word."""
+    one, other = Decode(), Decode(max_length=max_length)
+    other.going.set()
+
+    async def scenario(servers: Servers) -> None:
+        answer, report = await drained(servers)
+        assert answer == WHOLE
+        assert len(report["moved"]) == moves
+        assert len(servers.other.bodies()) == moves
+        if not moves:
+            expected = "expected room for 43 tokens" if max_length else "does not say how many tokens"
+            assert expected in report["stayed"][0]["reason"]
+
+    run(scenario, one, other)
+
+
+def test_a_client_that_leaves_while_a_server_has_not_said_that_it_stops_ends_no_drain() -> None:
+    one, other = Decode(), Decode()
+    one.stops.clear()
+
+    async def scenario(servers: Servers) -> None:
+        answering = asyncio.create_task(servers.answer())
+        await until(lambda: bool(servers.one.bodies()))
+        report = asyncio.create_task(servers.drain(servers.one))
+        await until(lambda: bool(servers.told(servers.one, "stop_request_id")))
+        await asyncio.sleep(0.3)
+        answering.cancel()
+        await asyncio.sleep(0.3)
+        one.stops.set()
+        assert [each["reason"] for each in (await report)["stayed"]] == ["it has ended"]
+        assert (await servers.drain(servers.one))["empty"]
+
+    run(scenario, one, other)
