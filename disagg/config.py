@@ -31,7 +31,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name: Annotated[str, meaning("The instance's name, the same on all its ranks.")]
     listen: Annotated[str, meaning("This rank's control address; port 0: any.", metavar="ADDRESS")] = "tcp://127.0.0.1:0"
     advertise: Annotated[
-        str | None, meaning("Address for peers, if this rank listens on every interface.", metavar="ADDRESS")
+        str | None,
+        meaning(
+            "Address for peers, if this rank listens on every interface; port 0: the one it listens on.", metavar="ADDRESS"
+        ),
     ] = None
     leader: Annotated[str | None, meaning("Control address of rank 0; required on every other rank.", metavar="ADDRESS")] = None
     peers: Annotated[

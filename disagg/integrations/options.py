@@ -85,12 +85,20 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         return {
             **self.manager_arguments(),
             "listen": listen,
+            "advertise": self._advertised(leads=leader is None, dp_rank=dp_rank),
             "leader": leader,
             "metrics_port": metrics_port,
             "limits": replace(self.limits, parked_reserve_s=min(self.limits.parked_reserve_s, self.load_timeout_s)),
             "admit": "any" if self.keys is None else "keys",
             "peer_keys": {**self.public_keys(), **{key: public_key(key, what="trusted_keys") for key in self.trusted_keys}},
         }
+
+    def _advertised(self, *, leads: bool, dp_rank: int) -> str | None:
+        """`advertise` with the port that this rank listens on, as in `listen_on`; 0: the bound one."""
+        if self.advertise is None:
+            return None
+        host, port = parse_address(self.advertise, what="advertise")
+        return f"tcp://{bracketed(host)}:{port + dp_rank if port and leads else 0}"
 
     def listen_on(self, *, rank: int, dp_rank: int) -> str:
         """Only rank 0 of a data-parallel replica has the configured port, plus the replica's number."""

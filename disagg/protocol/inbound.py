@@ -103,6 +103,11 @@ class Members:
         if hello.table != me.table:
             raise LayoutError(f"rank {hello.rank} of {hello.instance!r} declares other layouts or another topology than {me}")
         check_dialable(hello.address, f"rank {hello.rank} of {hello.instance!r}")
+        if hello.address == me.address:
+            raise RemoteProtocolError(
+                f"rank {hello.rank} of {hello.instance!r}: expected an address of its own, found that of {me}: {me.address}; "
+                "with port 0 `advertise` gets the port that a rank listens on"
+            )
         known = self.by_rank.get(hello.rank)
         if known is not None and known.epoch != hello.epoch and hello.rank in self._connections:
             raise RemoteProtocolError(

@@ -275,6 +275,7 @@ def test_the_leader_sends_welcomes_once_all_ranks_have_joined() -> None:
         (hello("prefill-0", 2, address=SECOND), "rank 2 of 2"),
         (hello("prefill-0", 0, address=SECOND), "rank 0 of 2"),
         (hello("prefill-0", 1), "at None cannot join"),
+        (hello("prefill-0", 1, address="tcp://127.0.0.1:7000"), "expected an address of its own, found that of prefill-0/0"),
         (hello("prefill-0", 1, address=SECOND, table=b"other"), "declares other layouts or another topology"),
     ],
 )

@@ -129,6 +129,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         )
         if config.keys is not None:
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
+        if config.advertise is not None:
+            raise ConfigError("DISAGG_ADVERTISE: expected none, since SGLang gives each rank its address; set SGLANG_HOST_IP")
         given = config.manager_arguments()
         if self.is_checked and not os.environ.get("DISAGG_VERIFY"):
             given["verify"] = "full"
