@@ -129,6 +129,8 @@ class SchedulerHalf:
         self._failed: dict[str, bool] = {}
         """Requests that wait again because their load has failed, and whether vLLM has asked for them in its last step."""
         self._loading: dict[str, Transfer] = {}
+        self._to_compute: dict[str, Request] = {}
+        """Requests that were loaded, until vLLM computes the rest, about which it does not ask again."""
         self._unplaced: Request | None = None
         """The last request that vLLM asked about in this step, until it has blocks."""
         self._offered: dict[str, TokenRange] = {}
@@ -261,6 +263,11 @@ class SchedulerHalf:
             self.keeper.make_room(1, step, num_requests=max(1, len(output.num_scheduled_tokens)))
             if self._unplaced is not None:
                 self.keeper.make_room(self._unplaced.num_tokens, step)
+            for req_id in output.num_scheduled_tokens:
+                self._to_compute.pop(req_id, None)
+            for request in self._to_compute.values() if step.idle else ():  # what else would wait for them has no blocks
+                if request.request_id not in self._loading:
+                    self.keeper.make_room(request.num_tokens - request.num_computed_tokens, step)
         self._unplaced = None
         with logged("requests that wait in the queue are not renewed in this step"):
             step.wanted = self._queue.take_due()
@@ -330,6 +337,7 @@ class SchedulerHalf:
         self._queue.remove(req_id)
         self._offered.pop(req_id, None)
         self._failed.pop(req_id, None)
+        self._to_compute.pop(req_id, None)
         move_id, told = self._moves.remove(request)
         prefill, partial = self._prefills.pop(req_id, None), self._partial.pop(req_id, ())
         if self._loading.pop(req_id, None) is not None:
@@ -462,6 +470,7 @@ class SchedulerHalf:
         prompt = self._prompts.digest(request, stop)
         self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, needs, prompt))
         self._loading[request.request_id] = transfer = _transfer(hand_off)
+        self._to_compute[request.request_id] = request
         self._loaded[transfer] = None
         if len(self._loaded) > NUM_LOADED:
             self._loaded.popitem(last=False)

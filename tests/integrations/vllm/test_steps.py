@@ -877,6 +877,24 @@ def test_a_failed_load_whose_blocks_are_held_holds_up_no_other(server: Start) ->
     decode.check_empty()
 
 
+def test_kept_requests_make_room_for_what_a_load_has_left(server: Start) -> None:
+    """Of a request that was loaded in part vLLM asks no more, and it may need more blocks than are free."""
+    decode = server(16)
+    part = {**handed_over(), "remote_num_tokens": 64, "remote_keep_s": 9.0}
+    request = decode.add(416, {"kept": part})
+    (load,) = decode.step()[0].loads
+    assert (load.start, load.stop) == (0, 64)
+    small = decode.add(80, {"keep": True}, text=1)
+    while not small.is_finished():
+        decode.step()
+    decode.step(finished_recving={request.request_id})
+    told = [decode.step()[0] for _ in range(3)]
+    assert [name for each in told for name in each.given_up] == [small.request_id]
+    decode.step(kv_connector_worker_meta=WorkerReport(ended=Counter([small.request_id])))
+    decode.run(request)
+    decode.check_empty()
+
+
 def test_vllm_steps_while_blocks_of_a_failed_load_are_held(server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an idle server never hears that they are free, and can neither pause nor reset its cache."""
     decode = server(policy="fail")
