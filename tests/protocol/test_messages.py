@@ -405,7 +405,7 @@ def test_a_message_of_many_values_is_bounded_before_it_is_read() -> None:
     for pairs in ((slots[1:], other, msgpack.packb("welcome")), (other, msgpack.packb("welcome"), slots[1:])):
         forged = bytes([0x80 | 6]) + b"".join(pairs)
         tracemalloc.start()
-        with pytest.raises(RemoteProtocolError, match="cannot be read|'slots_filled' of 12..... bytes: expected 1048576"):
+        with pytest.raises(RemoteProtocolError, match=r"cannot be read|'slots_filled' of 12..... bytes: expected 1048576"):
             decode(forged)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         tracemalloc.stop()
