@@ -21,7 +21,7 @@ def gemma4(fields: Fields, kinds: Sequence[str]) -> OwnSizes:
     heads = fields.raw("num_global_key_value_heads")
     if fields.raw("per_layer_config") is not None:
         return _listed(fields)
-    same = fields.flag("attention_k_eq_v", default=fields.model_type == "gemma4_unified_text")
+    same = fields.flag("attention_k_eq_v")
     own = {"head_dim": dim, **({"num_key_value_heads": heads} if same and heads is not None else {})}
     return {layer: own for layer, kind in enumerate(kinds) if kind == FULL}
 

@@ -68,18 +68,19 @@ def head_dim(fields: Fields) -> int:
 
 
 def head_dim_or_hidden(fields: Fields) -> int:
-    return hidden_per_head(fields) if fields.raw("head_dim") is None else head_dim(fields)
+    return hidden_per_head(fields) if fields.raw("head_dim", "attention_head_dim") is None else head_dim(fields)
 
 
 def zamba_head_dim(fields: Fields) -> int:
     """Zamba: attention reads the layer's input beside the embedding, so heads are twice as wide."""
     fields.raw("kv_channels", "num_query_groups")  # in published files; the model does not use them
-    return hidden_per_head(fields, 2)
+    own = fields.raw("attention_head_dim")
+    return hidden_per_head(fields, 2) if own is None else fields.size("attention_head_dim")
 
 
 def hidden_per_head(fields: Fields, times: int = 1) -> int:
     """`times * hidden_size / num_attention_heads`, whatever `head_dim` the file has."""
-    fields.raw("head_dim", "attention_head_dim")
+    fields.raw("head_dim")
     hidden, heads = times * fields.size("hidden_size"), fields.size("num_attention_heads")
     if hidden % heads:
         raise fields.error("hidden_size", f"a multiple of num_attention_heads={heads}", hidden)
@@ -192,9 +193,11 @@ def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     linear = fields.section("linear_attn_config")
     linear.raw("kda_layers", "full_attn_layers")  # the kinds of layers are known here
     fields.raw("kda_lower_bound")  # a limit of the decay
-    dim = linear.size("head_dim", default=fields.raw("linear_head_dim", "head_dim"))
+    as_attention = fields.model_type == "bailing_hybrid"  # what the section leaves out is that of attention's heads
+    dim = linear.size("head_dim", default=fields.raw("linear_head_dim", *(("head_dim",) if as_attention else ())))
+    num_heads = fields.raw("linear_num_heads", *(("num_attention_heads",) if as_attention else ()))
     roles = kda_roles(
-        num_heads=linear.size("num_heads", default=fields.raw("linear_num_heads", "num_attention_heads")),
+        num_heads=linear.size("num_heads", default=num_heads),
         key_head_dim=dim,
         value_head_dim=dim,
         kernel=linear.size(
@@ -233,8 +236,9 @@ def mamba_head_dim(fields: Fields, heads: int) -> int:
 
 
 def _inner_size(fields: Fields) -> int:
-    if fields.raw("mamba_d_ssm") is not None:
-        return fields.size("mamba_d_ssm")
+    is_null = fields.has("mamba_d_ssm") and fields.raw("mamba_d_ssm") is None
+    if fields.model_type == "falcon_h1" and not is_null or fields.raw("mamba_d_ssm") is not None:
+        return fields.size("mamba_d_ssm")  # without it Falcon-H1 has a size of its own
     return fields.size("mamba_expand") * fields.size("hidden_size")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.core.errors import ConfigError
-from disagg.models import PRESETS, ModelSpec, first_layers, load_model
+from disagg.models import PRESETS, ModelSpec, first_layers, from_config, load_model
 from disagg.state.declare import State
 from tests.support.configs import DSA, LLAMA, M3, MLA, NEMOTRON, QWEN3_5, V4, spec_of, without
 
@@ -253,3 +253,43 @@ class TestDraftLayers:
     def test_first_layers_drops_them(self) -> None:
         spec = first_layers(spec_of(DSA, draft_layers=True), 2)
         assert {s.name: s.layers for s in spec.states} == {"mla": (0, 1), "index": (0, 1)}
+
+
+PLAIN: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 2}
+GEMMA4 = {"num_global_key_value_heads": 1, "head_dim": 64, "global_head_dim": 128, "sliding_window": 64}
+KDA = {"kda_layers": [1], "full_attn_layers": [2], "short_conv_kernel_size": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_expand": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "nbytes"),
+    [
+        ("hunyuan_vl_text", {"attention_head_dim": 128}, 4 * 128 * 2),
+        ("hunyuan_vl_text", {}, 4 * 64 * 2),
+        ("zamba", {**MAMBA, "attention_head_dim": 96, "layers_block_type": ["hybrid", "hybrid"]}, 4 * 96 * 2),
+        ("gemma4_unified_text", GEMMA4, 4 * 128 * 2),
+        ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}, 1 * 128 * 2),
+    ],
+)
+def test_heads_that_a_file_names_otherwise(model_type: str, fields: Mapping[str, Any], nbytes: int) -> None:
+    """Bytes of one token's keys in the last layer."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if model_type.startswith("gemma4") else {}
+    found = from_config({**PLAIN, **kinds, **fields, "model_type": model_type}, name="m")
+    (kv,) = (state for state in found.states if state.name == "kv")
+    assert kv.roles[0].nbytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "named"),
+    [
+        ("falcon_h1", MAMBA, "mamba_d_ssm: expected an integer"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": KDA, "head_dim": 72, "kv_lora_rank": 64, "qk_rope_head_dim": 32},
+            "head_dim: expected",
+        ),
+    ],
+)
+def test_sizes_that_only_the_models_own_class_knows_are_refused(model_type: str, fields: Mapping[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        from_config({**PLAIN, **fields, "model_type": model_type}, name="m")
