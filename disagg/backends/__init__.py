@@ -9,6 +9,7 @@ from disagg.backends.abilities import (
     PreparedSpans,
     ProvesByProcess,
     QuietWhenClosed,
+    Renewable,
     SaysStaging,
     SpanWriter,
 )
@@ -36,6 +37,7 @@ from disagg.core.errors import (
     RemoteProtocolError,
 )
 from disagg.core.memory import CPU, Device, MemoryRegion, RemoteRegion, merge_regions
+from disagg.core.spans import SpanBatch, SpanShape
 from disagg.machine.processes import ProcessWatch
 
 __all__ = [
@@ -64,7 +66,10 @@ __all__ = [
     "RemotePeer",
     "RemoteProtocolError",
     "RemoteRegion",
+    "Renewable",
     "SaysStaging",
+    "SpanBatch",
+    "SpanShape",
     "SpanWriter",
     "StagingShape",
     "Transfer",

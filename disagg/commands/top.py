@@ -23,6 +23,7 @@ from rich.text import Text
 from disagg.commands.shell.errors import one_sentence
 from disagg.commands.shell.numbers import MAX_SECONDS, Number
 from disagg.core.errors import ConfigError
+from disagg.core.thread_log import printable
 
 EPILOG = """\b
 Examples, for ranks with --metrics-port:
@@ -47,6 +48,11 @@ class Sample:
         """The sum of `disagg_NAME` over all samples with these labels."""
         wanted = labels.items()
         return sum(value for (found, has), value in self.values.items() if found == f"disagg_{name}" and wanted <= has)
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The values of `disagg_NAME` by a label."""
+        found = {dict(has).get(label, ""): value for (each, has), value in self.values.items() if each == f"disagg_{name}"}
+        return {key: found[key] for key in sorted(found) if key and found[key]}
 
     def build(self, label: str) -> str:
         return next((dict(labels).get(label, "") for found, labels in self.values if found == "disagg_build_info"), "")
@@ -155,7 +161,8 @@ def problems(url: str, now: Sample) -> str:
     if lost := now.peers(ready=False):
         found.append(f"not ready: {', '.join(sorted(lost))}")
     if rows := now.total("quarantined_rows"):
-        found.append(f"{rows:.0f} quarantined rows")
+        reasons = ", ".join(f"{reason}: {count:.0f}" for reason, count in now.by("quarantined_rows", "reason").items())
+        found.append(f"{rows:.0f} quarantined rows{f' ({reasons})' if reasons else ''}")
     return f"{rank_of(url, now)}: {'; '.join(found)}" if found else ""
 
 
@@ -176,9 +183,9 @@ def shown(urls: Sequence[str], before: Sequence[Sample | None], now: Sequence[Sa
         )
     for each in zip(urls, before, now, strict=True):
         cells = zip(HEADINGS, row(*each), strict=True)
-        table.add_row(*(Text(cell, style="red" if is_bad(heading, cell) else "") for heading, cell in cells))
+        table.add_row(*(Text(printable(cell), style="red" if is_bad(heading, cell) else "") for heading, cell in cells))
     lines = filter(None, map(problems, urls, now))
-    return Group(table, *(Text(line, style="red", overflow="fold") for line in lines))
+    return Group(table, *(Text(printable(line), style="red", overflow="fold") for line in lines))
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})

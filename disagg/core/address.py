@@ -18,6 +18,8 @@ def parse_address(address: str, *, what: str) -> tuple[str, int]:
     """
     if not isinstance(address, str):
         raise ConfigError(f"{what}: expected tcp://host:port, found {address!r}")
+    if not address.isprintable() or " " in address:  # `urlsplit` drops some
+        raise ConfigError(f"{what}: expected tcp://host:port without spaces, found {address!r}")
     try:
         parts = urlsplit(address.removesuffix(":*") + (":0" if address.endswith(":*") else ""))
         host, port = parts.hostname, parts.port

@@ -9,9 +9,21 @@ from collections.abc import MutableMapping
 from typing import Any
 
 
+def printable(text: str) -> str:
+    """With escapes in place of line ends and other characters that are not shown: names and reasons may be a peer's."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def _shown(value: object) -> object:
+    if value is None or isinstance(value, int | float):
+        return value
+    text = str(value)
+    return value if text.isprintable() else printable(text)
+
+
 class ThreadLog(logging.LoggerAdapter[logging.Logger]):
-    """Raises nothing in a thread of the manager, which an exception of the server's log filters and handlers would end. In
-    the main thread errors pass, so that a server can interrupt its own calls.
+    """A message is one line, whatever its arguments are. Raises nothing in a thread of the manager, which an exception of the
+    server's log filters and handlers would end. In the main thread errors pass, so that a server can interrupt its own calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,7 +35,7 @@ class ThreadLog(logging.LoggerAdapter[logging.Logger]):
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         is_main = threading.current_thread() is threading.main_thread()
         with contextlib.nullcontext() if is_main else contextlib.suppress(BaseException):
-            super().log(level, msg, *args, **kwargs)
+            super().log(level, msg, *map(_shown, args), **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Keep `extra`."""

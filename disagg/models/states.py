@@ -237,7 +237,7 @@ def mamba_head_dim(fields: Fields, heads: int) -> int:
 
 def _inner_size(fields: Fields) -> int:
     is_null = fields.has("mamba_d_ssm") and fields.raw("mamba_d_ssm") is None
-    if fields.model_type == "falcon_h1" and not is_null or fields.raw("mamba_d_ssm") is not None:
+    if (fields.model_type == "falcon_h1" and not is_null) or fields.raw("mamba_d_ssm") is not None:
         return fields.size("mamba_d_ssm")  # without it Falcon-H1 has a size of its own
     return fields.size("mamba_expand") * fields.size("hidden_size")
 

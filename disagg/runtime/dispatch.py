@@ -131,7 +131,9 @@ class Dispatch:
         match effect:
             case Connect(dial, address, public_key):
                 self._dials[dial] = ""
-                self._resolver.resolve(address, functools.partial(self._connect, dial, address, public_key))
+                to = self._peers.expected_at(dial)
+                connect = functools.partial(self._connect, dial, address, public_key)
+                self._resolver.resolve(address, "" if to is None else to.instance, connect)
             case Disconnect(dial):
                 self._dials.pop(dial, None)
                 self.probes.close(dial)

@@ -120,15 +120,15 @@ class Reader(Collector):
         healthy = not runtime.problem
         gauges: tuple[Row, ...] = (
             ("healthy", "1 while the manager works, 0 once a thread of it has died or it was closed.", None, {"": healthy}),
-            ("peer_ready", "Whether every rank of a configured peer is ready.", "peer", ready),
-            ("peer_ranks_connected", "Ranks of a configured peer that are connected.", "peer", ranks),
+            ("peer_ready", "Whether every rank of a known peer is ready.", "peer", ready),
+            ("peer_ranks_connected", "Ranks of a known peer that are connected.", "peer", ranks),
             ("pack_below_bytes", "Pieces below this size travel packed.", None, {"": runtime.pack_below}),
             ("quarantined_rows", "Rows that are not proved quiet.", "reason", rows),
             ("quarantined_requests", "Requests with such rows.", "reason", requests),
             ("queue_depth", "Items that wait inside the manager.", "queue", runtime.queue_depths()),
         )
         counters: tuple[Row, ...] = (
-            ("peer_losses", "How often a rank of a configured peer was lost.", "peer", losses),
+            ("peer_losses", "How often a rank of a known peer was lost.", "peer", losses),
             ("refusals", "Connections, hellos and messages that were refused.", "what", refusals),
             ("transfer_bytes", "Bytes that were written to peers.", "way", stats.nbytes_by_way),
             ("phase_seconds", "Time in each phase of this side's transfers.", "phase", stats.phases),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 import subprocess
@@ -9,9 +10,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from disagg.commands.main import main
-from disagg.commands.top import HEADINGS, Sample, engine_of, is_bad, problems, quantile, read, row
+from disagg.commands.top import HEADINGS, Sample, engine_of, is_bad, problems, quantile, read, row, shown
 from harness.ports import held_port
 from tests.commands.conftest import said
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster
@@ -91,6 +93,20 @@ def metrics(**values: float) -> Sample:
 def test_what_is_wrong_with_a_rank_is_a_line_below_the_table(now: Sample, expected: str) -> None:
     assert problems("here:1", now) == expected
     assert engine_of(metrics()) == "cma: shm; nixl: tcp"
+
+
+def test_what_peers_are_called_does_not_reach_the_terminal() -> None:
+    now = metrics(**{"peer_ready__\x1b[2Ja\nb": 0})
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    console.print(shown(["here:1"], [now], [now]))
+    assert "not ready: \\x1b[2Ja\\nb" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[2J" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_quarantined_rows_are_shown_by_reason() -> None:
+    values = {("disagg_healthy", frozenset[tuple[str, str]]()): 1.0}
+    values |= {("disagg_quarantined_rows", frozenset({("reason", name)})): count for name, count in (("b", 2.0), ("a", 5.0))}
+    assert problems("here:1", Sample(0.0, values)) == "here:1: 7 quarantined rows (a: 5, b: 2)"
 
 
 def test_what_needs_attention_is_in_colour() -> None:

@@ -33,6 +33,7 @@ def test_addresses_that_can_be_dialled_are_parsed(address: str, expected: tuple[
         "tcp://a:1?x",
         "tcp://a:1#x", "tcp://u@a:1", "tcp://a:65536", "tcp://a:-1", "tcp://a b:1", "tcp://%:1", "tcp://a*:1", "tcp://bücher.example:1",
         "tcp://-a:1", "tcp://a,b:1", "tcp://[a:1",
+        "tcp://1.2.3.4:55\n55", "tcp://[fe80::1%\n2025-11-30 ERROR a]:5555", "tcp://[fe80::1%a b]:5555", "tcp://a:1\x1b[2J",
     ],
 )  # fmt: skip
 def test_addresses_that_cannot_be_dialled_are_refused_by_name(address: Any) -> None:

@@ -63,3 +63,9 @@ def test_only_the_main_thread_hears_of_a_filter_that_raises(
     assert passed.is_set()
     with pytest.raises(error):
         log.warning("in the main thread")
+
+
+def test_what_a_peer_says_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    ThreadLog(NAME).warning("lost %s after %d: %s", "a\nERROR b", 3, ValueError("\x1b[2Jgone"))
+    (record,) = caplog.records
+    assert record.getMessage() == "lost a\\nERROR b after 3: \\x1b[2Jgone"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -88,6 +89,32 @@ def test_a_name_that_is_not_answered_delays_no_other_peer(names: Names, prefill:
         prefill.manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
     finally:
         decode.manager.close()
+
+
+def test_one_instance_of_many_slow_names_delays_no_other() -> None:
+    asked, go_on, resolved = list[str](), threading.Event(), threading.Event()
+    commands = queue.SimpleQueue[Callable[[float], None]]()
+
+    def slow(host: str, *_: Any, **__: Any) -> Any:
+        asked.append(host)
+        if host.startswith("slow"):
+            assert go_on.wait(DEADLINE_S)
+        return [(socket.AF_INET, None, None, None, ("127.0.0.1", 0))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", slow)
+        names = resolver.Resolver(commands.put, name="test")
+        for number in range(4 * resolver.MAX_RESOLVING):
+            names.resolve(f"tcp://slow-{number}.test:7000", "slow", lambda _: None)
+        names.resolve("tcp://good.test:7000", "good", lambda _: resolved.set())
+        while not resolved.is_set():
+            commands.get(timeout=DEADLINE_S)(0.0)
+        assert sum(host.startswith("slow") for host in asked) == resolver.MAX_EACH
+        go_on.set()
+        for _ in range(4 * resolver.MAX_RESOLVING):
+            commands.get(timeout=DEADLINE_S)(0.0)
+        assert len(set(asked)) == 4 * resolver.MAX_RESOLVING + 1
+        names.close()
 
 
 def test_a_name_that_nobody_knows_is_the_peers_problem_and_asked_again(names: Names, prefill: Rank) -> None:

@@ -33,9 +33,9 @@ def test_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = Resolver(lambda run: run(0.0), name="decode-0/0")
     with no_threads(monkeypatch):
         for _ in range(2):
-            resolver.resolve(ADDRESS, found.put)
+            resolver.resolve(ADDRESS, "prefill-0", found.put)
             assert str(found.get_nowait()) == f"no thread to resolve it with: {REFUSAL}"
-    resolver.resolve(ADDRESS, found.put)
+    resolver.resolve(ADDRESS, "prefill-0", found.put)
     assert found.get(timeout=PATIENCE_S) == "tcp://127.0.0.1:7000"
     resolver.close()
 

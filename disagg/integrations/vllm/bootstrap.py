@@ -4,12 +4,13 @@ it says where decode finds that replica.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6
+from socket import AF_INET, AF_INET6, SHUT_RDWR
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +23,7 @@ from disagg.integrations.options import Options
 logger = logging.getLogger(__name__)
 
 MAX_NBYTES = 1 << 12
+MAX_CONNECTIONS = 64
 TIMEOUT_S = 5.0
 RETRY_S = 0.5
 
@@ -46,9 +48,8 @@ class Bootstrap:
             replicas = self._replicas
             max_replicas = most
 
-        class Server(ThreadingHTTPServer):
+        class Server(_Server):
             address_family = AF_INET6 if ":" in host else AF_INET
-            daemon_threads = True
 
         try:
             self._server = Server(("" if is_wildcard(host) else host, port), Handler)
@@ -86,6 +87,37 @@ class _Registration(msgspec.Struct):
 
     dp_rank: Annotated[int, msgspec.Meta(ge=1)]
     engine_id: str
+
+
+class _Server(ThreadingHTTPServer):
+    """At most `MAX_CONNECTIONS` at a time, each for at most about `TIMEOUT_S`."""
+
+    daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        self._since: dict[Any, float] = {}
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while len(self._since) >= MAX_CONNECTIONS:
+            self._end(next(iter(self._since)))
+        self._since[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Now and then."""
+        for request, since in list(self._since.items()):
+            if time.monotonic() - since > TIMEOUT_S:
+                self._end(request)
+
+    def _end(self, request: Any) -> None:
+        self._since.pop(request, None)
+        with contextlib.suppress(OSError):  # it has ended
+            request.shutdown(SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

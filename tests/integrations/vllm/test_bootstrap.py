@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +18,7 @@ from vllm.config import ParallelConfig
 
 from disagg.core.errors import ConfigError
 from disagg.integrations.options import Options
+from disagg.integrations.vllm import bootstrap
 from disagg.integrations.vllm.bootstrap import Bootstrap, num_replicas
 from disagg.integrations.vllm.metadata import HandOff, Place, transfer_id
 from harness.ports import free_ports
@@ -128,3 +131,19 @@ def test_a_damaged_hand_off_is_a_value_error(field: str, value: object, inside: 
         found = HandOff.of({"kept": part} if inside else part)
         assert found is None or bytes.fromhex(found.remote_request_id) is not None
         assert found is None or bytes.fromhex(found.remote_beginnings) is not None
+
+
+def test_connections_that_say_little_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.5)
+    (port,) = free_ports(1)
+    before, served = threading.active_count(), Bootstrap("127.0.0.1", port)
+    try:
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        assert query(port) == {}
+        assert threading.active_count() <= before + 1 + 4 + 1
+        for each in slow:
+            each.settimeout(30)
+            assert each.recv(1) == b""
+    finally:
+        served.close()
