@@ -81,6 +81,10 @@ REFUSED: Mapping[str, str] = {
 """Model types of transformers, and why they are refused."""
 
 
+_FLAT = {"fuyu": "persimmon", "hunyuan_vl": "hunyuan_vl_text", "paddleocr_vl": "paddleocr_vl_text"}
+"""Multimodal types, and their decoders', whose files may have the decoder's fields at their top."""
+
+
 def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collection[str]) -> Fields:
     """Raises `ConfigError` unless the decoder's `model_type` is one of `supported`."""
     if not isinstance(config, Mapping):
@@ -100,6 +104,8 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collectio
         kind = values.get("model_type", kind)
     elif text is not None and kind not in REFUSED:
         raise ConfigError(f"model {name!r}: a text_config is not supported with model_type {kind!r}")
+    elif kind in _FLAT:
+        kind = _FLAT[kind]
     elif kind in MULTIMODAL and kind not in supported:
         raise ConfigError(f"model {name!r}, text_config: expected the decoder of a {kind!r} model, found None")
     if not isinstance(kind, str) or kind not in supported:

@@ -293,3 +293,16 @@ def test_heads_that_a_file_names_otherwise(model_type: str, fields: Mapping[str,
 def test_sizes_that_only_the_models_own_class_knows_are_refused(model_type: str, fields: Mapping[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         from_config({**PLAIN, **fields, "model_type": model_type}, name="m")
+
+
+@pytest.mark.parametrize(
+    ("outer", "decoder"), [("fuyu", "persimmon"), ("hunyuan_vl", "hunyuan_vl_text"), ("paddleocr_vl", "paddleocr_vl_text")]
+)
+def test_a_file_of_a_multimodal_model_may_have_its_decoders_fields_at_the_top(outer: str, decoder: str) -> None:
+    """As transformers saves some of them, with a section for images."""
+    values = {**PLAIN, "head_dim": 48}
+    files = ({**values, "model_type": outer, "vision_config": {"hidden_size": 7}}, {**values, "model_type": decoder})
+    found, expected = (
+        [(each.name, each.layers, per_layer(each)) for each in from_config(file, name="m").states] for file in files
+    )
+    assert found == expected
