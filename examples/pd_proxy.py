@@ -85,8 +85,8 @@ OF_ONE_ENGINE = frozenset(
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Those of SGLang's completions; vLLM takes the model's. Both take the model's for chats."""
 FOR_GOOD = ("Grammar accept_token failed", "prompt: expected", "expected the state of this request's prompt")
-"""In errors of SGLang's decode that every attempt would meet: prefill's first token is none of its grammar, or prefill has made
-other tokens of the prompt.
+"""In errors of SGLang's decode that another attempt would most likely meet again: prefill's first token is none of its grammar,
+or prefill has made other tokens of the prompt.
 """
 LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
@@ -586,7 +586,9 @@ def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> st
         and (known := [name for name in sorted(OF_ONE_ENGINE & body.keys()) if body[name]])
     ):
         return f"{known[0]}: vLLM samples the first token and SGLang the others, and only one of them has this field"
-    if decode.is_sglang and not prefill.is_sglang and body.get("add_special_tokens") not in (None, path == COMPLETIONS):
+    is_text = isinstance(body.get("prompt", ""), str) or has_texts(body)
+    has_other = is_text and body.get("add_special_tokens") not in (None, path == COMPLETIONS)
+    if decode.is_sglang and not prefill.is_sglang and has_other:
         return (
             f"add_special_tokens: expected {path == COMPLETIONS}, as always at SGLang, found {body['add_special_tokens']!r:.40}"
         )
@@ -602,6 +604,10 @@ def has_several_prompts(body: Body) -> bool:
     """Whether a completion is asked for a list of prompts: of texts, or of lists of tokens."""
     prompt = body.get("prompt")
     return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
+def has_texts(body: Body) -> bool:
+    return any(isinstance(each, str) for each in listed(body.get("prompt")))
 
 
 def has_items(body: Body) -> bool:
@@ -692,9 +698,11 @@ def counts_of(answer: Any) -> Iterator[dict[str, Any]]:
 
 
 def have_equal_logprobs(attempt: Attempt) -> bool:
-    """Whether vLLM's log-probabilities are SGLang's, which count the temperature and a bias."""
-    temperature = attempt.body.get("temperature", 1 if attempt.path == COMPLETIONS else None)
-    return temperature in (0, 1) and not attempt.body.get("logit_bias")
+    """Whether vLLM's log-probabilities are SGLang's, which count the temperature, a bias, and tokens that may not come yet."""
+    body = attempt.body
+    temperature = body.get("temperature")
+    is_one = temperature is None and attempt.path == COMPLETIONS
+    return (is_one or temperature in (0, 1)) and not body.get("logit_bias") and not body.get("min_tokens")
 
 
 def fill_of(attempt: Attempt, prefilling: asyncio.Task[Any]) -> Fill | None:

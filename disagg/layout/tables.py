@@ -25,7 +25,7 @@ TOKEN = "token"
 MAX_AXIS_SIZE = 2**24
 """Tables come from peers and are expanded to intervals, hence these limits."""
 MAX_LAYERS = 2**14
-MAX_LAYER_IDS = 2**18
+MAX_LAYER_IDS = 2**15
 """Limit on the lengths of all different lists of layers of a table."""
 
 

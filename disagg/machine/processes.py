@@ -128,6 +128,7 @@ class ProcessWatch:
         self._ended = self._gone = False
         self._stack = _stack_of(pid)
         self._inherited: set[tuple[str, str]] | None = None
+        self._listeners: frozenset[str] = frozenset()
 
     @classmethod
     def attest(cls, name: str) -> ProcessWatch | None:
@@ -198,12 +199,15 @@ class ProcessWatch:
                 if _is_held(self._held) and _unix_sockets(name).isdisjoint(held):
                     return False  # a child has the identity's socket, and may have the engine's
                 self._inherited = _connected_to(sockets, held)
+                self._listeners = frozenset(row.inode for row in sockets if row.state == LISTEN and row.inode in held)
             owners, is_cut = {(row.local, row.remote): row.inode for row in sockets}, True
+            listening = {port_of(row.local) for row in sockets if row.inode in self._listeners}
             for row in sockets:
                 was_accepted, was_opened = port_of(row.local) in engine.accepted, port_of(row.remote) in engine.opened
                 waits = was_accepted and row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED
                 is_open = waits or (row.inode in own and (was_accepted or was_opened))
-                is_late = was_opened and owners.get((row.remote, row.local)) == _NO_OWNER  # nobody accepts there any more
+                far = owners.get((row.remote, row.local))
+                is_late = was_opened and far == _NO_OWNER and port_of(row.remote) in listening  # nobody accepts there any more
                 if is_open and (is_late or (row.local, row.remote) in self._inherited):
                     is_cut = False
                     if row.inode in own:

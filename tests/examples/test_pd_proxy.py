@@ -1521,12 +1521,19 @@ def test_the_first_token_of_sglangs_decode_has_the_log_probability_of_vllms_last
     found = {"choices": [{"text": "ab", "logprobs": {"tokens": ["a", "b"], "token_logprobs": [None, -0.2]}}]}
 
     async def scenario(pair: Pair) -> None:
-        _, text, _ = await pair.post({**COMPLETION, "logprobs": 1, "min_tokens": 3})
+        _, text, _ = await pair.post({**COMPLETION, "logprobs": 1})
         assert json.loads(text)["choices"][0]["logprobs"]["token_logprobs"] == [-0.5, -0.2]
+
+    run(scenario, StandIn(says(200, FIRST)), sglang(says(200, found)))
+
+
+def test_min_tokens_of_one_is_for_prefill() -> None:
+    async def scenario(pair: Pair) -> None:
+        await pair.post({**COMPLETION, "min_tokens": 3})
         assert [body.get("min_tokens") for body in pair.prefill.bodies()] == [1]
         assert [body.get("min_tokens") for body in pair.decode.bodies()] == [3]
 
-    run(scenario, StandIn(says(200, FIRST)), sglang(says(200, found)))
+    run(scenario, StandIn(says(200, FIRST)), sglang(decodes))
 
 
 @pytest.mark.parametrize(
@@ -1535,7 +1542,9 @@ def test_the_first_token_of_sglangs_decode_has_the_log_probability_of_vllms_last
         ("/v1/completions", {}, True),
         ("/v1/completions", {"temperature": 0.0}, True),
         ("/v1/completions", {"temperature": 0.5}, False),
+        ("/v1/completions", {"temperature": None}, True),
         ("/v1/completions", {"logit_bias": {"3": 5.0}}, False),
+        ("/v1/completions", {"min_tokens": 3}, False),
         ("/v1/chat/completions", {"temperature": 1}, True),
         ("/v1/chat/completions", {}, False),  # the model's default
     ],

@@ -258,6 +258,8 @@ class TestDraftLayers:
 PLAIN: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 2}
 GEMMA4 = {"num_global_key_value_heads": 1, "head_dim": 64, "global_head_dim": 128, "sliding_window": 64}
 KDA = {"kda_layers": [1], "full_attn_layers": [2], "short_conv_kernel_size": 4}
+ZAMBA2 = {"n_mamba_heads": 8, "mamba_headdim": 256, "mamba_ngroups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+          "mamba_expand": 2, "layers_block_type": ["hybrid", "hybrid"]}  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_groups": 1, "mamba_expand": 2}
 
 
@@ -267,6 +269,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_gr
         ("hunyuan_vl_text", {"attention_head_dim": 128}, 4 * 128 * 2),
         ("hunyuan_vl_text", {}, 4 * 64 * 2),
         ("zamba", {**MAMBA, "attention_head_dim": 96, "layers_block_type": ["hybrid", "hybrid"]}, 4 * 96 * 2),
+        ("zamba2", {**ZAMBA2, "attention_head_dim": 96}, 4 * 128 * 2),
         ("gemma4_unified_text", GEMMA4, 4 * 128 * 2),
         ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}, 1 * 128 * 2),
     ],

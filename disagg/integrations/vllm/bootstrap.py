@@ -99,8 +99,9 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*given)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        while len(self._since) >= MAX_CONNECTIONS:
-            self._end(next(iter(self._since)))
+        open_now = list(self._since)
+        for oldest in open_now[: max(0, len(open_now) + 1 - MAX_CONNECTIONS)]:
+            self._end(oldest)
         self._since[request] = time.monotonic()
         super().process_request(request, client_address)
 
