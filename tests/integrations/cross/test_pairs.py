@@ -119,6 +119,16 @@ def test_vllm_prefills_and_sglang_decodes(servers: Servers) -> None:
     assert servers.vllm.num_moved() == 0
 
 
+def test_vllm_samples_the_first_token_as_sglang_does(servers: Servers) -> None:
+    """SGLang's repetition penalty is for tokens of the answer only."""
+    asked = prompts((200, 700, 1100), seed=36)
+    expected, found = (
+        [servers.proxies[name].complete(prompt, repetition_penalty=1.5) for prompt in asked]
+        for name in ("sglang", "vllm to sglang")
+    )
+    check(expected, found)
+
+
 def test_sglang_prefills_and_vllm_decodes(servers: Servers) -> None:
     """No token but the last is computed by vLLM. The second time it has some of them in its own cache."""
     asked = prompts(LENGTHS, seed=32)
