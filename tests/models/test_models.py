@@ -309,3 +309,16 @@ def test_a_file_of_a_multimodal_model_may_have_its_decoders_fields_at_the_top(ou
         [(each.name, each.layers, per_layer(each)) for each in from_config(file, name="m").states] for file in files
     )
     assert found == expected
+
+
+def test_a_published_file_may_leave_out_gemmas_head_dim() -> None:
+    """Those of PaliGemma do."""
+    text = {
+        "model_type": "gemma",
+        "hidden_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+    }
+    (kv,) = from_config({"model_type": "paligemma", "text_config": text}, name="m").states
+    assert per_layer(kv) == 2 * 256 * 2
