@@ -21,7 +21,9 @@ def hostile_table(rng: random.Random, table: bytes) -> bytes:
     """A layout table that takes long to read or to compare: many intervals, many ranks, deep nesting, or long lists."""
     tree: Tree = msgpack.unpackb(table, strict_map_key=False)
     count = rng.choice(SIZES)
-    attack = rng.choice((_many_intervals, _wide_layers, _many_ranks, _many_tensors, _large_axes, _long_period))
+    attack = rng.choice(
+        (_many_intervals, _wide_layers, _many_ranks, _many_tensors, _left_out, _large_axes, _long_period, _many_shares)
+    )
     if rng.random() < 0.2:
         return _nested(rng, count)
     attack(tree, count)
@@ -93,6 +95,18 @@ def _many_ranks(tree: Tree, count: int) -> None:
 def _many_tensors(tree: Tree, count: int) -> None:
     component = tree["ranks"][0]["components"][0]
     component["tensors"] = [{**component["tensors"][0], "role": f"r{n}"} for n in range(min(count, 30_000))]
+
+
+def _left_out(tree: Tree, count: int) -> None:
+    """Tensors of a component that the other side need not have, each of thousands of layers."""
+    layers = {"name": "layer", "size": None, "owned": {"form": "intervals", "parts": [[0, 2**14]]}}
+    tensors = [{"role": f"r{n}", "dtype": "bool", "axes": [layers]} for n in range(min(count, 30_000))]
+    for rank in tree["ranks"]:
+        rank["components"].append({"name": "x", "rows": "slot", "tensors": tensors, "optional": True})
+
+
+def _many_shares(tree: Tree, count: int) -> None:
+    _set_owned(tree, "token", {"form": "share", "index": 0, "parts": 2_000 * count, "granule": 1})
 
 
 def _nested(rng: random.Random, depth: int) -> bytes:
