@@ -907,7 +907,7 @@ def test_vllm_steps_while_blocks_of_a_failed_load_are_held(server: Start, monkey
     assert decode.scheduler.has_requests()
     later_s = time.monotonic() + scheduler.HELD_S
     with monkeypatch.context() as later:
-        later.setattr(scheduler.time, "monotonic", lambda: later_s)
+        later.setattr(time, "monotonic", lambda: later_s)
         assert not decode.scheduler.has_requests()  # it may be for good
     decode.step(kv_connector_worker_meta=WorkerReport(leases=Counter({name: -1})))
     assert not decode.scheduler.has_requests()
