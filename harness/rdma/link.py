@@ -60,7 +60,7 @@ class RdmaLink:
     Once it is created, a link of the same number with fewer rails is a part of it.
     Create and close links while no process opens an engine: UCX reads routes only once, and a process that lists the RDMA
     devices while another one is removed may miss a device. Commands that the kernel refuses raise
-    `subprocess.CalledProcessError`, with the kernel's words as a note.
+    `subprocess.CalledProcessError`, with the kernel's words and the state of all network devices as a note.
     """
 
     def __init__(self, number: int, *, rails: int = 1) -> None:
@@ -168,5 +168,6 @@ def _run(command: str) -> str:
     try:
         return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
     except subprocess.CalledProcessError as error:
-        error.add_note(error.stderr)
+        links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=False).stdout
+        error.add_note(f"{error.stderr}{links}")
         raise
