@@ -18,7 +18,8 @@ def _shown(value: object) -> object:
     if value is None or isinstance(value, int | float):
         return value
     text = str(value)
-    return value if text.isprintable() else printable(text)
+    shown = printable(text)
+    return value if shown is text else shown
 
 
 class ThreadLog(logging.LoggerAdapter[logging.Logger]):

@@ -155,7 +155,7 @@ class Transfers:
                 self._ended.append(effect)
 
     def carry_out_leases(self) -> None:
-        """End the leases that can end, now that the control thread dies: what was proved about them still holds."""
+        """The control thread is about to end: still release or quarantine the leases for which that has been decided."""
         for effect in self._sessions.effects:
             if isinstance(effect, ReleaseLease | QuarantineLease):
                 _end_lease(effect)

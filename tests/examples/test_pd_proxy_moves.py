@@ -310,6 +310,15 @@ async def drained(servers: Servers, **fields: Any) -> tuple[tuple[list[int], str
     return await answering, report
 
 
+async def stopping(servers: Servers) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """An answer of the first server, and the report of a drain that has asked to stop it."""
+    answering = asyncio.create_task(servers.answer())
+    await until(lambda: bool(servers.one.bodies()))
+    report = asyncio.create_task(servers.drain(servers.one))
+    await until(lambda: bool(servers.told(servers.one, "stop_request_id")))
+    return answering, report
+
+
 WHOLE = (list(range(3, 43)), text_of(list(range(3, 43))), "length")
 
 
@@ -423,10 +432,7 @@ def test_an_answer_does_not_go_to_a_server_that_is_drained_meanwhile() -> None:
     one.stops.clear()
 
     async def scenario(servers: Servers) -> None:
-        answering = asyncio.create_task(servers.answer())
-        await until(lambda: bool(servers.one.bodies()))
-        first = asyncio.create_task(servers.drain(servers.one))
-        await until(lambda: bool(servers.told(servers.one, "stop_request_id")))
+        answering, first = await stopping(servers)
         assert (await servers.drain(servers.other))["empty"] is True
         one.stops.set()
         assert await answering == WHOLE
@@ -480,10 +486,7 @@ def test_a_server_that_says_late_that_it_has_stopped_a_request(monkeypatch: pyte
     other.going.set()
 
     async def scenario(servers: Servers) -> None:
-        answering = asyncio.create_task(servers.answer())
-        await until(lambda: bool(servers.one.bodies()))
-        report = asyncio.create_task(servers.drain(servers.one))
-        await until(lambda: bool(servers.told(servers.one, "stop_request_id")))
+        answering, report = await stopping(servers)
         await asyncio.sleep(0.3)
         one.stops.set()
         assert await answering == WHOLE
@@ -751,10 +754,7 @@ def test_a_client_that_leaves_while_a_server_has_not_said_that_it_stops_ends_no_
     one.stops.clear()
 
     async def scenario(servers: Servers) -> None:
-        answering = asyncio.create_task(servers.answer())
-        await until(lambda: bool(servers.one.bodies()))
-        report = asyncio.create_task(servers.drain(servers.one))
-        await until(lambda: bool(servers.told(servers.one, "stop_request_id")))
+        answering, report = await stopping(servers)
         await asyncio.sleep(0.3)
         answering.cancel()
         await asyncio.sleep(0.3)
