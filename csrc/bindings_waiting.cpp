@@ -182,7 +182,15 @@ void bind_waiting(nb::module_& m) {
             "wait", &wait_for_alarm, "seconds"_a, "descriptors"_a.noconvert() = nb::none(),
             "Sleep up to `seconds` until the alarm is set or a descriptor is readable, and clear the alarm. Returns whether it "
             "was set.");
-    m.def("enlist_thread", [] { this_thread_state.set_registered(); }, "Register the calling thread as one of this library.");
+    m.def(
+        "enlist_thread",
+        [] {
+            this_thread_state.set_registered();
+            allow_calls_during_capture();
+        },
+        "Register the calling thread as one of this library. Includes `allow_calls_during_capture`.");
+    m.def("allow_calls_during_capture", &allow_calls_during_capture,
+          "Let the calling thread use the CUDA driver while another thread captures a CUDA graph.");
     m.def("yield_gil", &yield_gil, nb::kw_only(), "always"_a = false,
           "Let the registered threads that have work take the GIL.");
 }

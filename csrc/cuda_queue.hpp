@@ -12,6 +12,16 @@
 
 namespace disagg {
 
+// Lets the calling thread use the CUDA driver while the server captures a CUDA graph in another thread. Without this the driver
+// refuses calls such as `cuEventQuery`, and the capture fails. Does nothing in a process that has not loaded the driver.
+inline void allow_calls_during_capture() {
+    void* loaded = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (!loaded) return;
+    int mode = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+    if (void* exchange = dlsym(loaded, "cuThreadExchangeStreamCaptureMode")) reinterpret_cast<int (*)(int*)>(exchange)(&mode);
+    dlclose(loaded);
+}
+
 // The driver call that failed (nullptr if none did), and its status.
 struct CudaStatus {
     const char* call = nullptr;

@@ -313,7 +313,17 @@ Completion = Flag | CudaEvent
 """What `busy_poll` can wait for. For type checkers only."""
 
 def enlist_thread() -> None:
-    """Register the calling thread as one of this library: other threads yield the GIL to it while it has work."""
+    """Register the calling thread as one of this library: other threads yield the GIL to it while it has work.
+
+    Includes `allow_calls_during_capture`.
+    """
+
+def allow_calls_during_capture() -> None:
+    """Let the calling thread use the CUDA driver while another thread captures a CUDA graph.
+
+    Otherwise the driver refuses calls such as `cuEventQuery`, and the capture fails. Does nothing if the process has not
+    loaded the driver.
+    """
 
 def busy_poll(seconds: float, descriptors: npt.NDArray[np.int32] | None = None, completions: list[Completion] = ...) -> bool:
     """Wait up to `seconds` for work in a thread of this library, without sleeping and without the GIL.

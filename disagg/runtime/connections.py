@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from disagg.backends.abilities import renewal_due
 from disagg.backends.base import Backend, Fence, RemotePeer
+from disagg.core import _native
 from disagg.core.errors import DisaggError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
@@ -138,6 +139,7 @@ class Connections:
 
     def _run(self, ready: Ready, peer: Peer, connect: Callable[[], RemoteRank]) -> None:
         """In a thread of its own."""
+        _native.allow_calls_during_capture()
         rank, problem = None, ""
         with self._slots[peer.failed]:
             if peer.connecting is not ready:

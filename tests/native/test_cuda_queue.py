@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,33 @@ def test_a_library_other_than_the_driver_raises() -> None:
         _native.CudaQueue("libm.so.6", 0, 0, 0)
     with pytest.raises(RuntimeError, match="CUDA driver"):
         _native.CudaQueue("no-such-library.so", 0, 0, 0)
+
+
+CAPTURE = r"""
+static int modes[2] = {-1, -1}, count;
+int *exchanged(void) { return modes; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { modes[count++] = *mode; *mode = 0; return 0; }
+"""
+ENLIST = """
+import ctypes, sys
+from disagg.core import _native
+
+_native.enlist_thread()
+driver = ctypes.CDLL(sys.argv[1])
+driver.exchanged.restype = ctypes.POINTER(ctypes.c_int)
+print(driver.exchanged()[0])
+_native.enlist_thread()
+print(driver.exchanged()[0], driver.exchanged()[1])
+"""
+
+
+def test_a_thread_of_this_library_may_call_the_driver_during_a_capture(tmp_path: Path) -> None:
+    """It asks for the mode `RELAXED` (2) of the driver that the process has loaded, and loads none itself."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "driver.c").write_text(CAPTURE)
+    driver = tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", driver, tmp_path / "driver.c"], check=True)
+    done = subprocess.run([sys.executable, "-c", ENLIST, driver], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["-1", "2", "-1"]

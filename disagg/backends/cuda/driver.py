@@ -76,6 +76,7 @@ class Gpu:
         self.device = self.call("cuDeviceGet", ordinal)
         self.uuid = bytes(self.call("cuDeviceGetUuid", self.device).bytes)
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
+        self._relaxed = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
     def call(self, name: str, *arguments: Any) -> Any:
         """The function's results without the status; raises `CudaError`."""
@@ -86,10 +87,15 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
+        """Also lets the thread use the driver during the capture of a CUDA graph, its own too: the garbage collector frees
+        memory in any thread.
+        """
         self.call("cuCtxPushCurrent", self.context)
+        mode = self.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
         try:
             yield
         finally:
+            self.call("cuThreadExchangeStreamCaptureMode", mode)
             self.driver.cuCtxPopCurrent()
 
     def release(self) -> None:
