@@ -8,7 +8,8 @@ the peer has proved on its control channel, so a peer cannot pass on another pro
 id. What this process cannot see has not ended.
 
 **Left.** A program that executes another (`exec`) keeps its process and sockets, but not its threads and memory; `/proc`
-then shows another stack. The engine's connections would stay open, so this process shuts its own ends down.
+then shows another stack, though not to other users. The engine's connections would stay open, so this process shuts its own
+ends down.
 
 **Quiet.** Bytes of a killed process wait in socket buffers and may be applied to memory long after. The kernel ends its
 connections behind the last byte, or resets them if it had bytes to read, and an engine closes its socket at that end. So
