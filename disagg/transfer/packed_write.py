@@ -160,7 +160,8 @@ class PackedWrite:
 
     def poll(self, poll_transfer: Callable[[Transfer], TransferStatus]) -> int:
         """Report filled slots once there are enough. Returns how many settled. `poll_transfer` records a transfer's error
-        in the report. An unsettled write keeps only its loan: the slot may still be written.
+        in the report. An unsettled write keeps only its loan, as the slot may still be written. Both sides then connect anew:
+        the end of a connection is what replaces such slots.
         """
         writes, self._writes, settled = self._writes, [], 0
         packing = False
@@ -174,6 +175,7 @@ class PackedWrite:
                 self._settle(write, status)
                 settled += 1
             elif status is TransferStatus.UNSETTLED and self._gathers_here:
+                self._report.unreachable = self._job.peer
                 self._give_back(write)
                 settled += 1
             else:

@@ -4,12 +4,13 @@ anew, although each still has the other's messages.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from disagg import PeerUnreachable
-from disagg.backends.base import BackendOptions, RemotePeer
+from disagg.backends.base import BackendOptions, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
 from disagg.protocol import peers
@@ -85,3 +86,44 @@ def test_a_broken_connection_of_the_engine_is_made_anew(*, packed: bool) -> None
         assert sender.engine("decode-0", 0)[1] is not peer
         assert all(event.ok for event in instances.transfer(37))
         assert sum(num_losses(sender).values()) == 1
+
+
+class Losing(Breaking):
+    """An engine that can lose all that it has under way, once that fills a window. Nobody knows whether it still arrives."""
+
+    loses = False
+    num_posted = 0
+
+    @property
+    def staging(self) -> StagingShape:
+        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=4, num_lent=10, address_space=4)
+
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
+        if not self.loses:
+            return super().submit(peer, copies)
+        self.num_posted += 1
+        return SimpleNamespace(poll=self._poll, error="the connection broke")
+
+    def _poll(self) -> TransferStatus:
+        return TransferStatus.PENDING if self.num_posted < self.staging.window else TransferStatus.UNSETTLED
+
+
+@pytest.mark.parametrize("takes_more", [False, True])
+def test_slots_of_writes_that_never_settle_are_replaced(*, takes_more: bool) -> None:
+    """They were all that this writer may have. Whether or not the engine takes more writes by that connection."""
+    with cluster(Side(), Side(), settings={"backend": Losing}) as instances:
+        assert all(event.ok for event in instances.transfer(96))
+        sender, receiver = instances.prefill[0].manager, instances.decode[0].manager
+        engine, peer = sender.engine("decode-0", 0)
+        assert isinstance(engine, Losing)
+        engine.loses = True
+        failed = instances.transfer(96)
+        engine.loses = False
+        assert engine.num_posted == engine.staging.window
+        assert any("the connection broke" in str(event.error) for event in failed)
+        if not takes_more:
+            engine.broken.append(peer)
+        for manager, name in ((sender, "decode-0"), (receiver, "prefill-0")):
+            until(lambda manager=manager: manager.health().ok and sum(num_losses(manager).values()) == 1)
+            manager.wait_ready(name, timeout_s=DEADLINE_S)
+        assert all(event.ok for event in instances.transfer(96))
