@@ -160,9 +160,9 @@ def test_keys_and_shared_memory_are_mounted() -> None:
 
 def test_the_proxy_drains_every_decode_pod_of_vllm() -> None:
     """It lists the pods as their hooks name them, and the connector accepts the settings of each server."""
-    found = {
-        each["metadata"]["name"]: each["spec"] for each in yaml.safe_load_all(VLLM.read_text()) if each["kind"] != "Service"
-    }
+    described = list(yaml.safe_load_all(VLLM.read_text()))
+    found = {each["metadata"]["name"]: each["spec"] for each in described if each["kind"] != "Service"}
+    services = {each["metadata"]["name"]: each["spec"] for each in described if each["kind"] == "Service"}
     containers = {name: spec["template"]["spec"]["containers"][0] for name, spec in found.items()}
     for name in ("vllm-prefill", "vllm-decode"):
         assert found[name]["serviceName"] == name
@@ -178,5 +178,7 @@ def test_the_proxy_drains_every_decode_pod_of_vllm() -> None:
         body = (
             command[command.index('-d "') + 4 : command.rindex('"')].replace('\\"', '"').replace("$POD_NAME", "vllm-decode-0")
         )
-        assert path in command
+        (host,) = re.findall(rf"http://([a-z-]+):8000{path}", command)
+        assert services[host]["selector"] == {"app": "vllm", "role": "proxy"}
+        assert services[host]["publishNotReadyAddresses"]  # a proxy whose servers are all drained is not ready
         assert json.loads(body) == {"server": urls[0]}
