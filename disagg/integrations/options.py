@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from disagg.config import Config, public_key
-from disagg.core.address import bracketed, is_wildcard, parse_address
+from disagg.core.address import bracketed, parse_address
 from disagg.core.errors import ConfigError
 from disagg.settings import PREFIX, meaning
 
@@ -103,5 +103,4 @@ class Options(ServerConfig, frozen=True, kw_only=True):
     def listen_on(self, *, rank: int, dp_rank: int) -> str:
         """Only rank 0 of a data-parallel replica has the configured port, plus the replica's number."""
         host, port = parse_address(self.listen, what="listen")
-        shown = "*" if is_wildcard(host) else bracketed(host)
-        return f"tcp://{shown}:{port + dp_rank if port and rank == 0 else 0}"
+        return f"tcp://{bracketed(host)}:{port + dp_rank if port and rank == 0 else 0}"

@@ -251,14 +251,16 @@ def test_component_names() -> None:
 def test_settings_of_one_rank() -> None:
     options = Options.read({"listen": "tcp://0.0.0.0:7000", "advertise": "tcp://10.0.0.1:7000", "hold_s": 5}, engine_id="a")
     assert (options.name, options.hold_s) == ("a", 5.0)
-    assert options.listen_on(rank=0, dp_rank=2) == "tcp://*:7002"
-    assert options.listen_on(rank=1, dp_rank=2) == "tcp://*:0"
+    assert options.listen_on(rank=0, dp_rank=2) == "tcp://0.0.0.0:7002"
+    assert options.listen_on(rank=1, dp_rank=2) == "tcp://0.0.0.0:0"
     assert Options.read({}, engine_id="a").listen_on(rank=0, dp_rank=1) == "tcp://127.0.0.1:0"
     for leader, dp_rank, port in ((None, 0, 7000), (None, 2, 7002), ("tcp://10.0.0.1:7000", 2, 0)):
         settings = options.rank_settings(listen="tcp://*:0", leader=leader, dp_rank=dp_rank)
         assert settings["advertise"] == f"tcp://10.0.0.1:{port}"
     assert Options.read({}, engine_id="a").rank_settings(listen="tcp://127.0.0.1:0", leader=None)["advertise"] is None
-    assert Options.read({"listen": "tcp://[::1]:80"}, engine_id="a").listen_on(rank=0, dp_rank=0) == "tcp://[::1]:80"
+    for listen in ("tcp://[::1]:80", "tcp://[::]:80"):  # a wildcard takes the connections of its family
+        given = {"listen": listen, "advertise": "tcp://[fd00::5]:80"}
+        assert Options.read(given, engine_id="a").listen_on(rank=0, dp_rank=0) == listen
 
 
 def test_servers_with_keys_admit_trusted_keys_only(tmp_path: Path) -> None:
