@@ -119,6 +119,8 @@ READ_BY_PROXY = {"include_stop_str_in_output": bool, "return_token_ids": bool, "
 """Of these the proxy needs the values. A server also reads texts, such as `"false"`."""
 TURN_WAIT_S = 1.0
 """How long the next turn waits for that. Prefill then computes it without."""
+WRITTEN = ("created_cache_tokens", "cache_write_tokens")
+"""Names of vLLM's counts of tokens that a request has put into the cache."""
 ANSWER_S = 1.0
 """How long a count of decode's waits for that of prefill."""
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
@@ -660,23 +662,34 @@ async def fill_in_prompt(event: Any, prefilling: asyncio.Task[Any]) -> bool:
 
 
 async def fill_in_cached(event: Any, prefilling: asyncio.Task[Any]) -> bool:
-    """Count as cached what prefill had cached, where vLLM's decode counts all that it did not compute."""
+    """Count as cached what prefill had cached, where vLLM's decode counts all that it did not compute, and what prefill has
+    put into its cache. Later turns of the same request are decode's own.
+    """
     answer = await answer_soon(prefilling)
     for known in counts_of(answer):
         for found in counts_of(event):
-            found["cached_tokens"] = min(found["cached_tokens"], known["cached_tokens"])
+            by_turn = found.get("cached_tokens_per_turn") or [found["cached_tokens"]]
+            num_less = by_turn[0] - known["cached_tokens"]
+            if num_less > 0:
+                by_turn[0] -= num_less
+                found["cached_tokens"] -= num_less
+                found.update((name, found[name] + (known.get(name) or 0)) for name in WRITTEN if found.get(name) is not None)
     return not answer
 
 
 async def fill_in_cache_read(event: Any, prefilling: asyncio.Task[Any]) -> bool:
     """As `fill_in_cached`, in the form of `/v1/messages`, whose `input_tokens` are those that were not cached."""
     answer = await answer_soon(prefilling)
-    known = (answer.get("usage") or {}).get("cache_read_input_tokens")
+    known = answer.get("usage") or {}
     for part in (event, event.get("message") or {}):
         usage = part.get("usage") or {}
-        if known is not None and usage.get("cache_read_input_tokens") is not None:
-            num_less = max(0, usage["cache_read_input_tokens"] - known)
+        if known.get("cache_read_input_tokens") is not None and usage.get("cache_read_input_tokens") is not None:
+            num_less = max(0, usage["cache_read_input_tokens"] - known["cache_read_input_tokens"])
             usage["cache_read_input_tokens"] -= num_less
+            if usage.get("cache_creation_input_tokens") is not None:
+                num_written = min(num_less, known.get("cache_creation_input_tokens") or 0)
+                usage["cache_creation_input_tokens"] += num_written
+                num_less -= num_written
             usage["input_tokens"] += num_less
     return not answer
 

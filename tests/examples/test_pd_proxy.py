@@ -1654,18 +1654,49 @@ def test_a_value_that_sglangs_decode_knows_is_its_own() -> None:
     run(scenario, StandIn(says(200, first)), sglang(sse(event)))
 
 
-def test_cached_tokens_of_a_message_are_those_of_prefill() -> None:
+def message(read: int, written: int | None, computed: int) -> dict[str, Any]:
+    found = {"input_tokens": computed, "cache_read_input_tokens": read}
+    return found if written is None else {**found, "cache_creation_input_tokens": written}
+
+
+def details(**counts: Any) -> dict[str, Any]:
+    return {"input_tokens": 200, "input_tokens_details": counts}
+
+
+@pytest.mark.parametrize(
+    ("path", "known", "found", "told"),
+    [
+        ("/v1/messages", message(3, None, 6), message(8, None, 1), message(3, None, 6)),
+        ("/v1/messages", message(0, 192, 8), message(199, 0, 1), message(0, 192, 8)),
+        ("/v1/messages", message(0, 192, 8), message(0, 192, 8), message(0, 192, 8)),  # decode has computed it
+        (
+            "/v1/chat/completions",
+            {"prompt_tokens_details": {"cached_tokens": 16, "created_cache_tokens": 176}},
+            {"prompt_tokens_details": {"cached_tokens": 199, "created_cache_tokens": 0}},
+            {"prompt_tokens_details": {"cached_tokens": 16, "created_cache_tokens": 176}},
+        ),
+        (
+            "/v1/responses",  # two turns, the second of which has found what the first one left
+            details(cached_tokens=0, cache_write_tokens=192, cached_tokens_per_turn=[0]),
+            details(cached_tokens=199 + 240, cache_write_tokens=48, cached_tokens_per_turn=[199, 240]),
+            details(cached_tokens=240, cache_write_tokens=240, cached_tokens_per_turn=[0, 240]),
+        ),
+    ],
+)
+def test_what_was_cached_and_written_is_counted_as_on_one_server(
+    path: str, known: dict[str, Any], found: dict[str, Any], told: dict[str, Any]
+) -> None:
     async def counts(request: web.Request, asked: Asked) -> web.StreamResponse:
-        found = json.loads((await prefills(request, asked)).body)  # type: ignore[attr-defined]
-        return web.json_response({**found, "usage": {"input_tokens": 6, "cache_read_input_tokens": 3}})
+        answer = json.loads((await prefills(request, asked)).body)  # type: ignore[attr-defined]
+        return web.json_response({**answer, "usage": known})
 
     async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
         await asyncio.sleep(0.1)
-        return web.json_response({"usage": {"input_tokens": 1, "cache_read_input_tokens": 8, "output_tokens": 2}})
+        return web.json_response({"usage": {**found, "output_tokens": 2}})
 
     async def scenario(pair: Pair) -> None:
-        _, text, _ = await pair.post({"messages": [], "max_tokens": 4}, path="/v1/messages")
-        assert json.loads(text)["usage"] == {"input_tokens": 6, "cache_read_input_tokens": 3, "output_tokens": 2}
+        _, text, _ = await pair.post({"messages": [], "max_tokens": 4}, path=path)
+        assert json.loads(text)["usage"] == {**told, "output_tokens": 2}
 
     run(scenario, StandIn(counts), StandIn(later))
 
