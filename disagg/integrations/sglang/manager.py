@@ -32,6 +32,7 @@ from disagg.integrations.sglang.bootstrap import (
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
+from disagg.integrations.sglang.prompts import check_returned
 from disagg.integrations.sglang.rooms import Rooms
 from disagg.integrations.sglang.rows import request_id
 from disagg.layout.stages import join_stages
@@ -153,16 +154,19 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.bootstrap.close()
 
     def check_request(self, request: Any) -> None:
-        """Raise `LocalProtocolError` for a room or prefill address that would end SGLang's scheduler."""
+        """Raise `LocalProtocolError` for a room or prefill address that would end SGLang's scheduler, and for what decode
+        cannot return.
+        """
         request_id(request.bootstrap_room)
+        if self.disaggregation_mode != DisaggregationMode.DECODE:
+            return
         host, port = request.bootstrap_host, request.bootstrap_port
-        if self.disaggregation_mode == DisaggregationMode.DECODE and not (
-            isinstance(host, str) and 0 < len(host) <= MAX_HOST and isinstance(port, int) and 0 < port < 1 << 16
-        ):
+        if not (isinstance(host, str) and 0 < len(host) <= MAX_HOST and isinstance(port, int) and 0 < port < 1 << 16):
             raise LocalProtocolError(
                 f"bootstrap_host: expected a host of at most {MAX_HOST} characters and a port, "
                 f"found {host!r:.80} and {port!r:.80}"
             )
+        check_returned(request)
 
     # -- rooms -------------------------------------------------------------------------------------------------------
 

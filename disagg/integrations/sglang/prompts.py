@@ -101,6 +101,15 @@ def check_logprobs(request: Any, limit: int) -> None:
         raise LocalProtocolError(f"top_logprobs_num: expected 0 to {limit}, found {found!r:.80}")
 
 
+def check_returned(request: Any) -> None:
+    """Raise `LocalProtocolError` if decode is asked for what each token of the prompt was routed to: it reads that from its
+    own tables, which other requests have written.
+    """
+    for name in ("return_routed_experts", "return_indexer_topk"):
+        if getattr(request, name, False):
+            raise LocalProtocolError(f"{name}: decode knows those of its own tokens only; ask prefill with max_new_tokens 1")
+
+
 def _rows_digest(rows: Any) -> str:
     """Unique for rows in another process's GPU memory."""
     if not isinstance(rows, (torch.Tensor, list)):

@@ -67,6 +67,13 @@ def test_the_name_of_a_host_is_bounded(manager: Any, host: Any) -> None:
         manager.check_request(request)
 
 
+@pytest.mark.parametrize("name", ["return_routed_experts", "return_indexer_topk"])
+def test_decode_returns_nothing_that_other_requests_have_left(manager: Any, name: str) -> None:
+    request = SimpleNamespace(bootstrap_room=7, bootstrap_host="x", bootstrap_port=8998, **{name: True})
+    with pytest.raises(LocalProtocolError, match=f"{name}: decode knows those of its own tokens only"):
+        manager.check_request(request)
+
+
 def test_many_waiting_senders_leave_the_scheduler_most_of_its_time(manager: Any) -> None:
     """It polls each of them in a step, and each poll may look at all of them."""
     looks = []
