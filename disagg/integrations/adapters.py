@@ -48,10 +48,14 @@ class Adapters:
         except OSError as error:
             files, is_small = (), True
             logger.warning("adapter %r: its requests are not handed over, since it cannot be read: %s", path, error)
-        if is_small:
-            found.set_result(_digest(files))
-        else:
-            threading.Thread(target=lambda: found.set_result(_digest(files)), name="disagg-adapter", daemon=True).start()
+        reading = threading.Thread(target=lambda: found.set_result(_digest(files)), name="disagg-adapter", daemon=True)
+        try:
+            if not is_small:
+                reading.start()
+                return
+        except RuntimeError as error:  # no thread is left
+            logger.warning("adapter %r: it is read at once: %s", path, error)
+        found.set_result(_digest(files))
 
 
 def adapter_files(path: str) -> tuple[Path, ...]:
@@ -81,7 +85,7 @@ def _digest(files: tuple[Path, ...]) -> str:
     """Unique without files, or if one cannot be read."""
     try:
         parts = [file.name.encode() + b"\0" + _content(file) for file in files]
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         logger.warning("adapter: its requests are not handed over, since a file cannot be read: %s", error)
         parts = []
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest() if parts else secrets.token_hex(16)

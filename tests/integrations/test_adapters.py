@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def test_large_adapters_are_read_by_a_thread(write: Write, monkeypatch: pytest.M
     expected = digest(path)
     monkeypatch.setattr(adapters, "SMALL_NBYTES", 100)
     assert digest(path) == expected
+
+
+def test_a_large_adapter_is_read_at_once_where_no_thread_can_start(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, known = write(), Adapters()
+    expected = digest(path)
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(adapters, "SMALL_NBYTES", 0)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    assert known.digest(path, loaded=1).result(0) == expected
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
