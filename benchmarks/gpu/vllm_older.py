@@ -68,7 +68,7 @@ def _add_names() -> None:
     MambaSpec.tp_replicated = False
     ModelConfig.enable_cumem_allocator = False
     ParallelConfig.elastic_ep_max_dp_size = property(lambda own: own.data_parallel_size)
-    VllmConfig.diffusion_config = VllmConfig.watermark_config = None
+    VllmConfig.diffusion_config = VllmConfig.watermark_config = VllmConfig.aux_output_config = None
     SpeculativeConfig.uses_draft_kv_cache = lambda own: own.use_eagle() or own.uses_draft_model()
     SpeculativeConfig.use_multi_module_mtp = lambda _: False
     SpeculativeConfig.use_heterogeneous_vocab = False

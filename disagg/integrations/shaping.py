@@ -96,12 +96,12 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
     "VllmConfig": (
         _row(_NONE, "their fields have rows below", """
             model_config cache_config lora_config attention_config speculative_config parallel_config"""),
-        _row(_REFUSED, "the connector, by name", "diffusion_config"),
+        _row(_REFUSED, "the connector, by name", "diffusion_config aux_output_config"),
         _row(_COMPARED, "its value, if it is set", "additional_config"),
         _row(_NONE, _KERNELS, """
             device_config mamba_config kernel_config quant_config compilation_config optimization_level performance_mode"""),
         _row(_NONE, _WEIGHTS, "load_config offload_config weight_transfer_config engram_config"),
-        _row(_NONE, _SAMPLING, "structured_outputs_config watermark_config reasoning_config aux_output_config"),
+        _row(_NONE, _SAMPLING, "structured_outputs_config watermark_config reasoning_config"),
         _row(_NONE, _SERVING, """
             scheduler_config observability_config logging_config profiler_config kv_transfer_config kv_events_config
             ec_transfer_config ec_manager_config instance_id shutdown_timeout watchdog_config"""),

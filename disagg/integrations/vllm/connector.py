@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -122,7 +123,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """`wait_for_save` sends the step's tokens."""
 
     def wait_for_save(self) -> None:
-        self.worker.save(self._step)
+        """VLLM's first runner calls this also while a step fails."""
+        if sys.exc_info()[0] is None:
+            self.worker.save(self._step)
+        else:
+            self.worker.give_up_step(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self.worker.results(idle=self._step.idle)

@@ -216,6 +216,9 @@ def check_engine(config: VllmConfig) -> None:
         and drafts.method == "extract_hidden_states",
         "several modules of multi-token prediction: each reads one token further than the one before it, so use "
         '"num_speculative_tokens": 1': drafts is not None and drafts.use_multi_module_mtp(),
+        "--enable-return-routed-experts: those of tokens that another server computed are not known here": bool(
+            config.aux_output_config and config.aux_output_config.enabled
+        ),
         "diffusion models: they write their states more than once": config.diffusion_config is not None,
         "prefill context parallelism: several ranks compute one prompt": parallel.prefill_context_parallel_size > 1,
         "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(

@@ -224,7 +224,8 @@ class SchedulerHalf:
         """Give up a request that this server kept itself: its prefix cache has the blocks, or nothing has."""
         with contextlib.suppress(ValueError):  # logged when vLLM schedules it
             hand_off = HandOff.of(request.kv_transfer_params)
-            if hand_off is not None and self._leader is not None and hand_off.remote_engine_id == self._leader.engine_id:
+            own = self._leader and (self._leader.engine_id, self._leader.address)
+            if hand_off is not None and own == (hand_off.remote_engine_id, hand_off.remote_address):
                 self._step.given_up.append(hand_off.request_id)
                 _use(request)
 
@@ -371,10 +372,13 @@ class SchedulerHalf:
     def _hand_over(self, prefill: Prefill, blocks: BlockIds, partial: Sequence[tuple[Group, int]]) -> dict[str, Any] | None:
         request = prefill.request
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        is_whole = prefill.is_ended or (prefill.attempt == request.num_preemptions and self._prompts.is_known(request))
+        is_computed = request.num_computed_tokens >= prefill.num_tokens and prefill.attempt == request.num_preemptions
+        is_whole = prefill.is_ended or (is_computed and self._prompts.is_known(request))
         if computed and not is_whole:
             logger.warning(
-                "request %s: it is not handed over: it was preempted, or its adapter is still being read", request.request_id
+                "request %s: it is not handed over: it was preempted, another connector's blocks were invalid, or its adapter "
+                "is still being read",
+                request.request_id,
             )
         if not computed or not is_whole or prefill.is_given_up or self._leader is None:
             return None

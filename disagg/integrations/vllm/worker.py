@@ -209,6 +209,11 @@ class WorkerHalf:
         for req_id in step.kept:
             self._hold(req_id, is_kept=True)
 
+    def give_up_step(self, step: StepMetadata) -> None:
+        """Nothing of a step that has failed is handed over: some layers were not computed."""
+        for each in (*step.chunks, *step.finishes):
+            self._abort_send(each.req_id, "the step that computes it has failed")
+
     def results(self, *, idle: bool) -> TransferResults:
         manager = self._running()
         self._end_late_sends()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -31,13 +34,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     SparseCacheRole,
 )
+from vllm.v1.worker import kv_connector_model_runner_mixin
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 import disagg.integrations.vllm
 from disagg.core.errors import ConfigError
+from disagg.integrations.vllm.connector import DisaggConnector
 from disagg.integrations.vllm.formats import Format, read_format
 from disagg.integrations.vllm.groups import check_engine, read_groups
-from disagg.integrations.vllm.metadata import HandOff, share_logging
-from disagg.integrations.vllm.worker import check_others
+from disagg.integrations.vllm.metadata import HandOff, StepMetadata, share_logging
+from disagg.integrations.vllm.worker import WorkerHalf, check_others
 from harness.servers import OURS, Server
 
 
@@ -161,6 +167,39 @@ def test_what_lets_vllm_free_the_kv_cache_is_refused(
     with pytest.raises(ValueError, match=f"DisaggConnector does not support {FREEING[option]}"):
         check_engine(config(**{f"enable_{option}": True}))
     check_engine(config())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_fails_hands_over_nothing(*, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's first runner ends the connector's step also while the forward pass raises, with some layers not computed."""
+    connector, worker = object.__new__(DisaggConnector), MagicMock()
+    connector._worker = worker
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_forward_context", lambda: None)
+    step = StepMetadata()
+    output = SimpleNamespace(kv_connector_metadata=step, has_sync_kv_loads=False, finished_req_ids=set())
+    with contextlib.suppress(MemoryError), KVConnectorModelRunnerMixin._get_kv_connector_output(output):
+        if fails:
+            raise MemoryError
+    saved, not_saved = (worker.give_up_step, worker.save) if fails else (worker.save, worker.give_up_step)
+    saved.assert_called_once_with(step)
+    not_saved.assert_not_called()
+
+
+def test_sends_of_a_step_that_failed_are_aborted() -> None:
+    worker, handles = object.__new__(WorkerHalf), {name: MagicMock() for name in ("sent", "ended", "other")}
+    worker._sends = {name: SimpleNamespace(handle=handle) for name, handle in handles.items()}
+    worker.give_up_step(StepMetadata(chunks=[SimpleNamespace(req_id="sent")], finishes=[SimpleNamespace(req_id="ended")]))
+    assert [name for name, handle in handles.items() if handle.abort.called] == ["sent", "ended"]
+
+
+def test_a_server_that_returns_experts_does_not_start(model: Callable[[str], Path]) -> None:
+    """VLLM refuses them beside connectors that it knows by name. With this one its worker would end at the first hand-over."""
+    found = ModelConfig(str(model("llama")), skip_tokenizer_init=True, dtype="float32")
+    config = VllmConfig(model_config=found, kv_transfer_config=KVTransferConfig(**OURS))
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts: those of tokens that another server computed"):
+        check_engine(config)
 
 
 @pytest.mark.parametrize("option", FREEING)

@@ -198,6 +198,7 @@ def refused(*, stages: int = 1, **given: Any) -> str:
         ),
         speculative_config=speculation,
         diffusion_config=None,
+        aux_output_config=None,
         model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False),
     )
     try:

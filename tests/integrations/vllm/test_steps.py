@@ -335,6 +335,19 @@ def test_blocks_are_found_once_they_are_loaded(server: Start, num_tokens: int) -
     decode.check_empty()
 
 
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"])
+def test_only_what_this_server_kept_is_not_loaded(server: Start, address: str) -> None:
+    """Another server of the same name is loaded from, which fails and says why."""
+    decode = server()
+    request = decode.add(80, handed_over() | {"remote_engine_id": "here", "remote_address": address})
+    told, *_ = decode.step()
+    is_own = address.endswith(":1")
+    assert len(told.loads) == (not is_own)
+    assert len(told.given_up) == is_own
+    if not is_own:
+        decode.step(finished_recving={request.request_id}, failed_recving={request.request_id})
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_nothing_is_found_of_a_load_that_failed(server: Start, policy: str) -> None:
     decode = server(policy=policy)
