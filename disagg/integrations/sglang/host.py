@@ -169,6 +169,9 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
         "--debug-tensor-dump-input-file": options.debug_tensor_dump_input_file,
         "--language-only": options.language_only,
         "--enable-memory-saver": features.enable_memory_saver,
+        "--enable-hierarchical-cache on a decode server with --pp-size above 1": (
+            scheduler.enable_decode_hicache and parallel.pp_size > 1
+        ),
         "encoder-decoder model": scheduler.model_config.is_encoder_decoder,
     }
     found = [option for option, given in refused.items() if given]
@@ -191,6 +194,16 @@ def check_buffers(rows: Any) -> None:
         )
 
 
+def storage_option(options: Any) -> str | None:
+    """The option by which a server shares pages with others in a storage, if it has one."""
+    given = {
+        "--hicache-storage-backend": options.hicache_storage_backend is not None,
+        "--enable-unified-cache-external-linker": options.enable_unified_cache_external_linker,
+        "--enable-lmcache": options.enable_lmcache,
+    }
+    return next((option for option, has in given.items() if has), None)
+
+
 def check_windows(queue: Any) -> None:
     """Raise `ConfigError` where a radix cache would have unfilled tokens of a window. With pages of one token SGLang does
     not note which ones arrive. Larger pages are filled from the window's first token on, which servers that read them from a
@@ -203,14 +216,8 @@ def check_windows(queue: Any) -> None:
     if not queue._uses_swa_tail_prealloc():
         found = queue.token_to_kv_pool_allocator.page_size
         raise ConfigError(f"transfer backend disagg: expected --page-size above 1 {what}, found --page-size {found}")
-    options = scheduler.server_args
-    stored = {
-        "--hicache-storage-backend": options.hicache_storage_backend is not None,
-        "--enable-unified-cache-external-linker": options.enable_unified_cache_external_linker,
-        "--enable-lmcache": options.enable_lmcache,
-    }
-    for option, given in stored.items():
-        if given:
-            raise ConfigError(
-                f"transfer backend disagg: expected no {option} {what}: other servers would read pages that are filled in part"
-            )
+    option = storage_option(scheduler.server_args)
+    if option is not None:
+        raise ConfigError(
+            f"transfer backend disagg: expected no {option} {what}: other servers would read pages that are filled in part"
+        )

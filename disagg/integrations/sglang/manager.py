@@ -29,7 +29,7 @@ from disagg.integrations.sglang.bootstrap import (
     name_of,
     named,
 )
-from disagg.integrations.sglang.host import Host
+from disagg.integrations.sglang.host import Host, storage_option
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
 from disagg.integrations.sglang.prompts import check_returned
@@ -96,6 +96,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self._misses: dict[str, int] = {}
         self._located: set[str] = set()
         self._collect_at = self._watch_at = 0.0
+        self.storage = storage_option(server_args)
         BootstrapServers.current = self.bootstrap
         if not server_args.log_requests:
             logging.getLogger("disagg.requests").setLevel(logging.WARNING)  # a line per request takes the scheduler's time
@@ -290,7 +291,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self.transfers.remove_peer(name)
 
     def locate(self, receiver: Any) -> Prefill:
-        """Raises `DisaggError` without an instance for the receiver's request."""
+        """Raises `DisaggError` without an instance for the receiver's request, or if the instance's cache has another dtype and
+        this server has a storage: SGLang's keys do not say which dtype a page has.
+        """
         other = named(receiver.bootstrap_addr)
         if other is not None:
             return other
@@ -303,6 +306,12 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if found is None:
             raise PeerUnreachable(
                 f"bootstrap server {receiver.bootstrap_addr} names no data-parallel rank {receiver.prefill_dp_rank}"
+            )
+        dtype = served.info.kv_cache_dtype
+        if self.storage is not None and dtype not in (None, self.kv_cache_dtype_str):
+            raise ConfigError(
+                f"--kv-cache-dtype: expected {dtype} as at {receiver.bootstrap_addr}, found {self.kv_cache_dtype_str}: with "
+                f"{self.storage} one server would read the other's pages as its own dtype"
             )
         self._located.add(found.name)
         return found

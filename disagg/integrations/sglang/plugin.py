@@ -167,8 +167,12 @@ def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *giv
 
 
 def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *given: Any, **named: Any) -> None:
-    """SGLang's processes would end over lists here. Raises `ConfigError`, which becomes HTTP status 400."""
+    """SGLang's processes would end over lists here, and sessions differ on both servers from the second turn on. Raises
+    `ConfigError`, which becomes HTTP status 400.
+    """
     if _is_ours(tokenizer.server_args):
+        if getattr(request, "session_params", None):
+            raise ConfigError("session_params: expected none: prefill's session does not have the answers")
         for name in ("top_logprobs_num", "logprob_start_len"):
             found = getattr(request, name, 0)
             if not isinstance(found, int):

@@ -143,14 +143,25 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
         "is_encoder_decoder": False,
     }
     parallel = SimpleNamespace(
-        enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False, enable_cp_tp_group_sharing=False, attn_dcp_size=1
+        enable_kv_cache_sharding=False,
+        enable_dsa_cache_layer_split=False,
+        enable_cp_tp_group_sharing=False,
+        attn_dcp_size=1,
+        pp_size=1,
     )
 
-    def check(**options: Any) -> None:
+    def check(*, has_hicache: bool = False, **options: Any) -> None:
         args = SimpleNamespace(**{**given, **options})
-        check_options(SimpleNamespace(enable_hisparse=False, server_args=args, model_config=args), parallel, args)
+        scheduler = SimpleNamespace(
+            enable_hisparse=False, enable_decode_hicache=has_hicache, server_args=args, model_config=args
+        )
+        check_options(scheduler, parallel, args)
 
+    check(has_hicache=True)
+    parallel.pp_size = 2
     check()
+    with pytest.raises(ConfigError, match="expected no --enable-hierarchical-cache on a decode server with --pp-size above 1"):
+        check(has_hicache=True)
     named = "encoder-decoder model" if option == "is_encoder_decoder" else f"--{option.replace('_', '-')}"
     with pytest.raises(ConfigError, match=f"expected no {named}"):
         check(**{option: "x"})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from disagg import LocalProtocolError
+from disagg import ConfigError, LocalProtocolError
 from disagg.integrations.sglang.bootstrap import BootstrapServers, Prefill, Served
 from disagg.integrations.sglang.manager import DisaggKVManager
 from disagg.integrations.sglang.rooms import Rooms
@@ -27,7 +27,7 @@ def manager() -> Any:
     found.rooms, found.waiting, found.bootstrap = Rooms(), {}, BootstrapServers()
     found.prefill_info_table, found.addr_to_rooms_tracker = {}, defaultdict(set)
     found._served, found._misses, found._collect_at, found._watch_at = {}, {}, 0.0, 0.0
-    found._located = set()
+    found._located, found.storage = set(), None
     return found
 
 
@@ -48,7 +48,7 @@ def test_a_server_is_asked_again_for_instances_that_are_in_use(manager: Any) -> 
     states, server = {"used": "ready", "other": "unknown"}, "h:1"
     manager.transfers = SimpleNamespace(peer=lambda name: SimpleNamespace(state=states[name]))
     prefills = {rank: Prefill(name, f"tcp://{name}", 0) for rank, name in enumerate(states)}
-    manager._served[server] = Served(None, prefills, asked_s=0.0)
+    manager._served[server] = Served(SimpleNamespace(kv_cache_dtype=None), prefills, asked_s=0.0)
     manager.prefill_info_table[server] = object()
     assert manager.locate(SimpleNamespace(bootstrap_addr=server, prefill_dp_rank=0)).name == "used"
     manager.check_prefill(server)
@@ -72,6 +72,21 @@ def test_decode_returns_nothing_that_other_requests_have_left(manager: Any, name
     request = SimpleNamespace(bootstrap_room=7, bootstrap_host="x", bootstrap_port=8998, **{name: True})
     with pytest.raises(LocalProtocolError, match=f"{name}: decode knows those of its own tokens only"):
         manager.check_request(request)
+
+
+@pytest.mark.parametrize("storage", [None, "--hicache-storage-backend"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "fp8_e4m3"])
+def test_servers_of_two_dtypes_share_no_storage(manager: Any, storage: str | None, dtype: str | None) -> None:
+    """Keys of stored pages do not say which dtype these have."""
+    prefill = Prefill("prefill", "tcp://h:1", 0)
+    manager._served["h:2"] = Served(SimpleNamespace(kv_cache_dtype=dtype), {0: prefill}, asked_s=0.0)
+    manager.storage, manager.kv_cache_dtype_str = storage, "fp8_e4m3"
+    receiver = SimpleNamespace(bootstrap_addr="h:2", prefill_dp_rank=0, bootstrap_room=7)
+    if storage is not None and dtype == "bfloat16":
+        with pytest.raises(ConfigError, match="expected bfloat16 as at h:2, found fp8_e4m3: with --hicache-storage-backend"):
+            manager.locate(receiver)
+    else:
+        assert manager.locate(receiver) is prefill
 
 
 def test_many_waiting_senders_leave_the_scheduler_most_of_its_time(manager: Any) -> None:

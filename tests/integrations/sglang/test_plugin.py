@@ -93,16 +93,26 @@ def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
     assert sent == [(controller.workers[worker], request)]
 
 
-@pytest.mark.parametrize("field", ["top_logprobs_num", "logprob_start_len"])
-def test_a_list_for_one_prompt_does_not_reach_the_scheduler(field: str) -> None:
-    """SGLang checks neither: its scheduler and its HTTP server compare it with a number."""
+@pytest.mark.parametrize(
+    ("field", "given", "expected"),
+    [
+        (
+            "top_logprobs_num",
+            [5],
+            "a number for one prompt, found",
+        ),  # its scheduler and its HTTP server compare it with a number
+        ("logprob_start_len", [5], "a number for one prompt, found"),
+        ("session_params", {"id": "a"}, "none: prefill's session does not have the answers"),
+    ],
+)
+def test_what_sglang_does_not_check_does_not_reach_the_scheduler(field: str, given: Any, expected: str) -> None:
     plugin.register()
     HookRegistry.apply_hooks()
     options = SimpleNamespace(disaggregation_mode="prefill", disaggregation_transfer_backend="disagg")
     tokenizer = SimpleNamespace(server_args=options)
-    request = io_struct.GenerateReqInput(text="x", **{field: [5]})
+    request = io_struct.GenerateReqInput(text="x", **{field: given})
     request.normalize_batch_and_arguments()
-    with pytest.raises(ConfigError, match=f"{field}: expected a number for one prompt, found"):
+    with pytest.raises(ConfigError, match=f"{field}: expected {expected}"):
         TokenizerManager._validate_one_request(tokenizer, request, [1])
 
 

@@ -96,9 +96,12 @@ def test_the_plug_in_refuses(name: str) -> None:
             enable_dsa_cache_layer_split=False,
             enable_cp_tp_group_sharing=False,
             attn_dcp_size=1,
+            pp_size=1,
         )
         model_config = SimpleNamespace(is_encoder_decoder=False)
-        scheduler = SimpleNamespace(server_args=options, enable_hisparse=False, model_config=model_config)
+        scheduler = SimpleNamespace(
+            server_args=options, enable_hisparse=False, enable_decode_hicache=True, model_config=model_config
+        )
         features = SimpleNamespace(enable_memory_saver=False)
         check_options(scheduler, parallel, features)
         scheduler.enable_hisparse = name == "--enable-hisparse"

@@ -127,7 +127,9 @@ def test_prefill_hears_what_decode_refuses(prefill: Side, decode: Side, host: st
     if "@" in host:
         request.bootstrap_port = int(prefill.transfers.address.rpartition(":")[2])
     else:
-        decode.manager._served[SERVER] = Served(None, {0: Prefill("prefill", prefill.transfers.address, 0)})
+        decode.manager._served[SERVER] = Served(
+            SimpleNamespace(kv_cache_dtype=None), {0: Prefill("prefill", prefill.transfers.address, 0)}
+        )
     sender = prefill.transfers.sender(request_id(7), peer=None, attempt=None, deadline_s=None)
     decode.manager.refused(request)
     begun = time.monotonic()
@@ -139,7 +141,7 @@ def test_prefill_hears_what_decode_refuses(prefill: Side, decode: Side, host: st
 def test_a_replaced_prefill_is_told_nothing(decode: Side) -> None:
     """It would be dialled again for that."""
     gone, new = (Prefill(name, f"tcp://127.0.0.1:{port}", 0) for name, port in (("gone", 1), ("new", 2)))
-    decode.manager._served[SERVER] = Served(None, {0: new})
+    decode.manager._served[SERVER] = Served(SimpleNamespace(kv_cache_dtype=None), {0: new})
     receiver = SimpleNamespace(prefill=gone, bootstrap_addr=SERVER, bootstrap_room=7, attempt=0)
     decode.manager.decline(receiver)
     assert decode.transfers.peer("gone").state == "unknown"
