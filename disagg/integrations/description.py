@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from disagg.core.errors import ConfigError
@@ -28,6 +29,15 @@ _HAS_LENGTH = ("llama3", "yarn")
 """Made from `original_max_position_embeddings` if given, not from `max_position_embeddings`."""
 
 
+YARN_FACTORS: Mapping[str, Callable[[float], float]] = {
+    "attention_factor": lambda factor: 0.1 * math.log(factor) + 1 if factor > 1 else 1.0,
+    "attn_factor": lambda _: 1.0,
+}
+"""By what servers scale K with YaRN, and what it is for a `factor` if `config.json` does not say. The second one multiplies
+the first. https://arxiv.org/abs/2309.00071, section 3.4.
+"""
+
+
 def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loaded: Any, text: Any) -> tuple[str, ...]:
     """`config` is the `config.json`; `overridden` are fields that the command line sets; `loaded` is the server's
     configuration, `text` that of its text model.
@@ -36,6 +46,9 @@ def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loade
     layers = _layers(merged, text)
     compared = ROTARY | LAYOUT | (PATTERN if layers is not None else frozenset())
     fields = dict(_fields(merged, loaded, texts=(loaded, text), compared=compared)) | {"layers": layers or {}}
+    for name in ("quantization_config", "compression_config"):  # these turn K or V, also where weights have another format
+        if transforms := (merged.get(name) or {}).get("transform_config"):
+            fields["transform_config"] = digest(json.dumps(transforms, sort_keys=True))
     for found in (words(fields), words(fields, nested=False)):
         if sum(map(len, found)) <= MAX_WORDS:
             return found
@@ -47,17 +60,17 @@ def described_overrides(overridden: Mapping[str, Any], loaded: Any) -> tuple[str
     return words({key: value for key, value in fields.items() if not is_ignored(key) and key not in ROTARY | LAYOUT})
 
 
-def rotary(text: Any, *, long_rope: str) -> tuple[str, ...]:
-    """`long_rope` is added to a `longrope`."""
+def rotary(text: Any, *, long_rope: str, yarn_factor: str) -> tuple[str, ...]:
+    """`long_rope` is added to a `longrope`. `yarn_factor`: the field from which the server takes how K is scaled."""
     given = getattr(text, "rope_parameters", None)
     if given is None:  # before version 5 of transformers
         given = {"rope_theta": getattr(text, "rope_theta", None), **(getattr(text, "rope_scaling", None) or {})}
     length = getattr(text, "max_position_embeddings", None)
-    by_kind = {name: _rotary(each, length, long_rope) for name, each in given.items() if isinstance(each, Mapping)}
-    return words({"rope": by_kind or _rotary(given, length, long_rope)})
+    by_kind = {name: _rotary(each, length, long_rope, yarn_factor) for name, each in given.items() if isinstance(each, Mapping)}
+    return words({"rope": by_kind or _rotary(given, length, long_rope, yarn_factor)})
 
 
-def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str) -> dict[str, Any]:
+def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str, yarn_factor: str) -> dict[str, Any]:
     """The loaded values without defaults, and with the length from which the embedding is made."""
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = _ALIKE.get(kind, kind)
@@ -70,6 +83,11 @@ def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str) 
         found["max_position"] = max_position
     if kind == "longrope":
         found["factors"] = long_rope
+    if kind == "yarn":
+        scales = {name: found.pop(name, None) for name in YARN_FACTORS}
+        scale, usual = scales[yarn_factor], YARN_FACTORS[yarn_factor](found.get("factor") or 1.0)
+        if scale is not None and not math.isclose(scale, usual, rel_tol=1e-6):
+            found[yarn_factor] = scale
     return {"type": kind, **found}
 
 

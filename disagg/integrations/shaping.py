@@ -54,7 +54,7 @@ _DEFAULTED = _row(_COMPARED, "the value that the server has loaded, so that a de
     no_rope_layer_interval qkv_bias clip_qkv attn_temperature_tuning floor_scale attn_scale""")
 _IGNORED = (
     _row(_NONE, "files, versions and names", "_commit_hash _name_or_path auto_map transformers_version id2label label2id"),
-    _row(_NONE, "weights may be quantized on one side; the format of the state is compared in memory", """
+    _row(_NONE, "weights may be quantized on one side; a `transform_config` and the state's format in memory are compared", """
         quantization_config compression_config quantization"""),
     _row(_NONE, "training and the first values of weights", """
         initializer_range initializer_factor init_std gradient_checkpointing output_router_logits router_aux_loss_coef
@@ -222,7 +222,7 @@ SGLANG: tuple[Row, ...] = (
     _row(_COMPARED, _MEMORY, """
         dtype mamba_ssm_dtype disable_hybrid_swa_memory enable_linear_replayssm linear_replayssm_cache_len
         enable_linear_replayssm_spec"""),
-    _row(_COMPARED, "its value, if it is set", "forward_hooks"),
+    _row(_COMPARED, "its value, if it is set", "forward_hooks rl_on_policy_target"),
     _row(_REFUSED, "the plug-in, by name", "dllm_algorithm enable_mis debug_tensor_dump_input_file language_only"),
     _row(_REFUSED, "the plug-in, by name", """
         enable_kv_cache_sharding enable_dsa_cache_layer_split enable_cp_tp_group_sharing dcp_size enable_hisparse
@@ -284,7 +284,7 @@ SGLANG: tuple[Row, ...] = (
         kt_weight_path kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token
         ple_offload_embedding ple_offload_backend ple_offload_dir enable_paged_experts paged_experts_num_resident
         enable_nvidia_megakernel disable_chunked_prefix_cache prefill_kv_cache_dequant_dtype enable_deterministic_inference
-        rl_on_policy_target lora_backend max_lora_chunk_size lora_use_virtual_experts"""),
+        lora_backend max_lora_chunk_size lora_use_virtual_experts"""),
     _row(_NONE, "how an adapter that fits is stored and computed; SGLang refuses one that does not", """
         enable_lora enable_lora_overlap_loading max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch
         lora_eviction_policy experts_shared_outer_loras lora_strict_loading lora_drain_wait_threshold"""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -152,6 +153,36 @@ def test_factors_of_a_long_rope_are_compared_where_there_is_one() -> None:
     assert identity(LLAMA) == identity(LLAMA, applied=by_batch)
     found = differences(identity(long_rope), identity(long_rope, applied=by_batch))
     assert found == ('rope.factors="short"', 'rope.factors="by_batch"')
+
+
+def test_by_what_each_server_scales_a_yarns_keys_is_compared() -> None:
+    """VLLM takes `attention_factor`, SGLang multiplies the usual factor by `attn_factor`."""
+
+    def words(**given: float) -> tuple[str, str]:
+        rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **given}
+        config = {**LLAMA, "rope_parameters": rope}
+        return identity(config), identity(config, applied=replace(APPLIED, yarn_factor="attn_factor"))
+
+    usual = words()
+    assert usual[0] == usual[1]
+    assert words(attention_factor=0.1 * math.log(8.0) + 1) == words(attn_factor=1.0) == usual
+    assert differences(*words(attention_factor=1.0)) == ("rope.attention_factor=1", "")
+    assert differences(*words(attn_factor=0.5)) == ("", "rope.attn_factor=0.5")
+    assert words(attention_factor=1.0)[1] == usual[1]
+    assert words(attn_factor=0.5)[0] == usual[0]
+
+
+def test_transforms_of_quantized_weights_are_compared() -> None:
+    """Some turn V as it is stored, and undo it in the next layer."""
+    turned = {"config_groups": {"r2": {"type": "hadamard", "apply": [{"targets": ["v_proj"], "location": "weight_output"}]}}}
+    plain, other = (
+        {**LLAMA, "quantization_config": {"quant_method": "compressed-tensors", **each}}
+        for each in ({}, {"transform_config": turned})
+    )
+    assert identity(LLAMA) == identity(plain)
+    before, after = differences(identity(plain), identity(other))
+    assert before == ""
+    assert after.startswith("transform_config=")
 
 
 def test_the_kinds_of_layers_have_one_form() -> None:

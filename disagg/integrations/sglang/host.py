@@ -122,7 +122,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
             source,
             runner,
             name=name,
-            hooks=options.forward_hooks,
+            options={name: getattr(options, name) for name in ("forward_hooks", "rl_on_policy_target")},
             from_stages=gather,
             scales={} if has_numbers(pools.kv, scales) else scales,
         ),

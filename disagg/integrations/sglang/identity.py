@@ -40,20 +40,21 @@ def identify(
     runner: Any,
     *,
     name: str | None,
-    hooks: Any,
+    options: Mapping[str, Any],
     from_stages: Callable[[Any], list[Any]],
     scales: Mapping[int, tuple[float, ...]],
 ) -> ModelId:
-    """The identity of the model in `runner`. Every rank calls this; `from_stages` gathers from the pipeline stages. `scales`
-    are this stage's, if not in the layouts.
+    """The identity of the model in `runner`. Every rank calls this; `from_stages` gathers from the pipeline stages. `options`
+    are compared if set. `scales` are this stage's, if not in the layouts.
     """
     found: dict[int, int] = {}
     all_scales: dict[int, tuple[float, ...]] = {}
-    for stage in from_stages((windows(runner.model), scales)):
+    given = {name: value for name, value in options.items() if value}
+    for stage in from_stages((windows(runner.model), scales, rotates_index_keys(runner.model))):
         found |= stage[0]
         all_scales |= stage[1]
-    options = {"forward_hooks": hooks} if hooks else {}
-    applied = Applied(windows=found, kv_scales=all_scales, long_rope="by_batch", options=options)
+        given |= {"index_keys": "rotated"} if stage[2] else {}
+    applied = Applied(windows=found, kv_scales=all_scales, long_rope="by_batch", yarn_factor="attn_factor", options=given)
     return model_id(source, applied, CONVENTIONS, name=name)
 
 
@@ -65,6 +66,15 @@ def windows(model: Any) -> dict[int, int]:
     for layer in attention_layers(model):
         found.setdefault(layer.layer_id, set()).add(layer.sliding_window_size)
     return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
+
+
+def rotates_index_keys(model: Any) -> bool:
+    """Whether sparse attention's index keys are stored after a Hadamard transform, as without SGLang's fused kernels. VLLM
+    never transforms them.
+    """
+    fused = ("use_dsa_indexer_fusion", "use_aiter_fused_fp8_writer")
+    indexers = (each for each in model.modules() if hasattr(each, fused[0]))
+    return any(not any(getattr(each, name) for name in fused) for each in indexers)
 
 
 def kv_scales(runner: Any, layers: Iterable[Any]) -> dict[int, tuple[float, float]]:

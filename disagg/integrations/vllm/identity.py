@@ -91,7 +91,7 @@ def identify_draft(config: VllmConfig, groups: Sequence[Group], topology: Topolo
     found = (
         *applied.words(),
         *words(layers),
-        *rotary(text, long_rope=applied.long_rope),
+        *rotary(text, long_rope=applied.long_rope, yarn_factor=applied.yarn_factor),
         *described(_draft_config(model), overridden={}, loaded=loaded, text=text),
     )
     chosen = digest(" ".join(found)).removeprefix("#")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.server_args import ServerArgs
 from transformers import LlamaConfig
@@ -59,15 +62,19 @@ def identity(
     name: str | None = None,
     dtype: torch.dtype = torch.float32,
     stages: Any = lambda own: [own],
+    options: Mapping[str, Any] = {},
+    indexer: torch.nn.Module | None = None,
     **scales: float,
 ) -> ModelId:
     model = layers(-1, 63)
     for layer in model:
         for key, scale in scales.items():
             setattr(layer, key, scale)
+    if indexer is not None:
+        model.append(indexer)
     runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=dtype)
     return identify(
-        source, runner, name=name, hooks=None, from_stages=stages, scales=kv_scales(runner, attention_layers(model))
+        source, runner, name=name, options=options, from_stages=stages, scales=kv_scales(runner, attention_layers(model))
     )
 
 
@@ -77,7 +84,7 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
     assert found.name == "llama"
     words = found.revision.split()
     assert {"windows=63@1", "rope.rope_theta=10000", "hidden_size=64", "keys=rotated"} <= set(words)
-    two_stages = identity(read_source(config(tmp_path), None, name=None), stages=lambda own: [({5: 31}, {}), own])
+    two_stages = identity(read_source(config(tmp_path), None, name=None), stages=lambda own: [({5: 31}, {}, False), own])
     assert "windows=31@5;63@1" in two_stages.revision.split()
     other = json.dumps({**LLAMA.to_dict(), "hidden_size": 128})
     (tmp_path / "decrypted.json").write_text(other)
@@ -85,6 +92,29 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
     assert "hidden_size=128" in decrypted.revision.split()
     (tmp_path / "model.gguf").touch()
     assert identity(read_source(config(tmp_path / "model.gguf"), None, name=None)) == found
+
+
+@pytest.mark.parametrize("fused", ["use_dsa_indexer_fusion", "use_aiter_fused_fp8_writer", ""])
+def test_the_form_of_index_keys_is_compared(fused: str, tmp_path: Path) -> None:
+    """Without its fused kernels SGLang stores them after a Hadamard transform. VLLM does not."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    source = read_source(config(tmp_path), None, name=None)
+    indexer: Any = torch.nn.Module()
+    for name in ("use_dsa_indexer_fusion", "use_aiter_fused_fp8_writer"):
+        assert name in inspect.getsource(Indexer)
+        setattr(indexer, name, name == fused)
+    found = identity(source, indexer=indexer).revision.split()
+    assert ('index_keys="rotated"' in found) is (not fused)
+    if fused:
+        assert found == identity(source).revision.split()
+
+
+def test_options_that_change_states_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    source = read_source(config(tmp_path), None, name=None)
+    given = {"forward_hooks": None, "rl_on_policy_target": "fsdp"}
+    assert 'rl_on_policy_target="fsdp"' in identity(source, options=given).revision.split()
+    assert identity(source, options={**given, "rl_on_policy_target": None}) == identity(source)
 
 
 def test_scales_count_where_sglang_divides_by_them(tmp_path: Path) -> None:
