@@ -46,13 +46,23 @@ def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loade
     layers = _layers(merged, text)
     compared = ROTARY | LAYOUT | (PATTERN if layers is not None else frozenset())
     fields = dict(_fields(merged, loaded, texts=(loaded, text), compared=compared)) | {"layers": layers or {}}
-    for name in ("quantization_config", "compression_config"):  # these turn K or V, also where weights have another format
-        if transforms := (merged.get(name) or {}).get("transform_config"):
-            fields["transform_config"] = digest(json.dumps(transforms, sort_keys=True))
+    for section in filter(None, map(merged.get, ("quantization_config", "compression_config"))):
+        fields |= _turned(section)
     for found in (words(fields), words(fields, nested=False)):
         if sum(map(len, found)) <= MAX_WORDS:
             return found
     return (f"config={digest(' '.join(words(fields)))}",)
+
+
+def _turned(quantization: Mapping[str, Any]) -> dict[str, str]:
+    """What of a checkpoint's quantization changes K or V themselves, which later weights undo."""
+    found = {}
+    if transforms := quantization.get("transform_config"):
+        found["transform_config"] = digest(json.dumps(transforms, sort_keys=True))
+    methods = [str(quantization.get(name, "")).lower() for name in ("quant_method", "quant_algo")]
+    if any(part in method for part in ("awq", "qoq") for method in methods):
+        found["quantization"] = " ".join(filter(None, methods))
+    return found
 
 
 def described_overrides(overridden: Mapping[str, Any], loaded: Any) -> tuple[str, ...]:

@@ -172,17 +172,25 @@ def test_by_what_each_server_scales_a_yarns_keys_is_compared() -> None:
     assert words(attn_factor=0.5)[0] == usual[0]
 
 
-def test_transforms_of_quantized_weights_are_compared() -> None:
-    """Some turn V as it is stored, and undo it in the next layer."""
-    turned = {"config_groups": {"r2": {"type": "hadamard", "apply": [{"targets": ["v_proj"], "location": "weight_output"}]}}}
-    plain, other = (
-        {**LLAMA, "quantization_config": {"quant_method": "compressed-tensors", **each}}
-        for each in ({}, {"transform_config": turned})
-    )
-    assert identity(LLAMA) == identity(plain)
-    before, after = differences(identity(plain), identity(other))
-    assert before == ""
-    assert after.startswith("transform_config=")
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({"quant_method": "gptq"}, ""),
+        ({"quant_method": "compressed-tensors"}, ""),
+        ({"quant_method": "awq", "bits": 4}, 'quantization="awq"'),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, 'quantization="modelopt_nvfp4_awq"'),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"r2": {}}}}, 'transform_config="#'),
+    ],
+    ids=str,
+)
+def test_quantized_weights_count_if_they_change_keys_or_values(quantization: dict[str, Any], expected: str) -> None:
+    """Rotations and scales of V are undone in the next layer, which the other server's does not do."""
+    plain, quantized = identity(LLAMA), identity({**LLAMA, "quantization_config": quantization})
+    assert (plain == quantized) is (not expected)
+    if expected:
+        before, after = differences(plain, quantized)
+        assert before == ""
+        assert after.startswith(expected)
 
 
 def test_the_kinds_of_layers_have_one_form() -> None:
