@@ -167,10 +167,34 @@ def tensor_scales(config: VllmConfig, layer: str) -> tuple[float, float] | None:
     return attention._k_scale.item(), attention._v_scale.item()
 
 
-def scales_now(config: VllmConfig) -> dict[str, tuple[float, float]]:
-    """The present scales of K and V by layer: new weights bring others. Does not wait for a GPU."""
-    layers = config.compilation_config.static_forward_context.items()
-    return {name: (each._k_scale_float, each._v_scale_float) for name, each in layers if hasattr(each, "_k_scale_float")}
+class Scales:
+    """The scales of K and V that a server's layers had when this was made."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._found = self._by_layer()
+
+    def have_changed(self) -> bool:
+        """New weights may bring others. Waits for a GPU only if layers with scales by head have got new tensors."""
+        now = self._by_layer()
+        if now.keys() != self._found.keys() or any(_differ(self._found[layer], found) for layer, found in now.items()):
+            return True
+        self._found = now
+        return False
+
+    def _by_layer(self) -> dict[str, tuple[Any, ...]]:
+        """Numbers; for layers with scales by head, of which vLLM's numbers are the largest, the tensors."""
+        layers = self._config.compilation_config.static_forward_context.items()
+        return {
+            name: (each._k_scale, each._v_scale) if _has_scales_by_head(each) else (each._k_scale_float, each._v_scale_float)
+            for name, each in layers
+            if hasattr(each, "_k_scale_float")
+        }
+
+
+def _differ(scales: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    pairs = zip(scales, others, strict=True)
+    return any(one is not other and bool(torch.as_tensor(one != other).any()) for one, other in pairs)
 
 
 def _has_scales_by_head(attention: Any) -> bool:

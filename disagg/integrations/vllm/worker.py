@@ -28,7 +28,7 @@ from disagg.integrations.handoff import Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.drafts import Drafts
 from disagg.integrations.vllm.groups import check_engine, read_groups
-from disagg.integrations.vllm.identity import identify, read_source, scales_now
+from disagg.integrations.vllm.identity import Scales, identify, read_source
 from disagg.integrations.vllm.layout import Cache, rank_topology, read_caches
 from disagg.integrations.vllm.metadata import (
     BlockIds,
@@ -100,7 +100,7 @@ class WorkerHalf:
         self._transport = ""
         self._health_due_s = 0.0
         self._blocked_since_s, self._looked_s = math.inf, 0.0
-        self._scales: dict[str, tuple[float, float]] = {}
+        self._scales: Scales | None = None
         """The scales that peers know."""
         self._refusal = ""
 
@@ -114,7 +114,7 @@ class WorkerHalf:
         topology = rank_topology(self._config.parallel_config, tp_rank=tp.rank_in_group, pp_rank=pp.rank_in_group)
         name = self._options.model
         source = read_source(self._config, name=name)
-        self._scales = scales_now(self._config)
+        self._scales = Scales(self._config)
         drafts = Drafts(self._config, self._kv)
 
         def describe() -> list[Component]:
@@ -186,7 +186,7 @@ class WorkerHalf:
 
     def _check_scales(self) -> None:
         """End all transfers once new weights have other scales of K and V: peers convert with the old ones."""
-        if self._refusal or scales_now(self._config) == self._scales:
+        if self._refusal or self._scales is None or not self._scales.have_changed():
             return
         self._refusal = "the scales of K and V have changed with the weights: restart the server"
         self._stats.count_death()

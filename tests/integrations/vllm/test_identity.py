@@ -16,7 +16,7 @@ import vllm.config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from disagg.integrations.shaping import VLLM, names
-from disagg.integrations.vllm.identity import _kv_scales, attention_layer, tensor_scales
+from disagg.integrations.vllm.identity import Scales, _kv_scales, attention_layer, tensor_scales
 from tests.integrations.vllm.caches import Server
 from tests.integrations.vllm.conftest import Start
 from tests.integrations.vllm.kinds import gqa
@@ -132,6 +132,24 @@ NEWER = {
     *("draft_lm_head_quantization", "disable_lookahead_block_hashes"),
 } if vllm.__version_tuple__ < (0, 33) else set()  # fmt: skip
 """Options in the table that this version of vLLM does not have yet."""
+
+
+def test_new_scales_of_each_head_are_noticed_if_the_largest_stays() -> None:
+    """VLLM's numbers are the largest. A reload makes other tensors, also of the same scales."""
+    method = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"}))
+    numbers = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
+    by_head = SimpleNamespace(quant_method=method, _k_scale=torch.tensor([1, 0.5]), _v_scale=torch.tensor([1.0, 1]), **numbers)
+    plain = SimpleNamespace(quant_method=None, _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0), **numbers)
+    layers = {"a": by_head, "b": plain}
+    scales = Scales(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))  # type: ignore[arg-type]
+    by_head._k_scale = by_head._k_scale.clone()
+    assert not scales.have_changed()
+    by_head._k_scale = torch.tensor([1, 0.25])
+    assert scales.have_changed()
+    by_head._k_scale = torch.tensor([1, 0.5])
+    assert not scales.have_changed()
+    plain._v_scale_float = 0.5
+    assert scales.have_changed()
 
 
 @pytest.mark.parametrize("name", VLLM)
