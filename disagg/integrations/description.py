@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from disagg.core.errors import ConfigError
@@ -29,15 +29,6 @@ _HAS_LENGTH = ("llama3", "yarn")
 """Made from `original_max_position_embeddings` if given, not from `max_position_embeddings`."""
 
 
-YARN_FACTORS: Mapping[str, Callable[[float], float]] = {
-    "attention_factor": lambda factor: 0.1 * math.log(factor) + 1 if factor > 1 else 1.0,
-    "attn_factor": lambda _: 1.0,
-}
-"""By what servers scale K with YaRN, and what it is for a `factor` if `config.json` does not say. The second one multiplies
-the first. https://arxiv.org/abs/2309.00071, section 3.4.
-"""
-
-
 def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loaded: Any, text: Any) -> tuple[str, ...]:
     """`config` is the `config.json`; `overridden` are fields that the command line sets; `loaded` is the server's
     configuration, `text` that of its text model.
@@ -46,22 +37,32 @@ def described(config: Mapping[str, Any], *, overridden: Mapping[str, Any], loade
     layers = _layers(merged, text)
     compared = ROTARY | LAYOUT | (PATTERN if layers is not None else frozenset())
     fields = dict(_fields(merged, loaded, texts=(loaded, text), compared=compared)) | {"layers": layers or {}}
-    for section in filter(None, map(merged.get, ("quantization_config", "compression_config"))):
-        fields |= _turned(section)
+    fields |= _changes_of_kv(merged, text)
     for found in (words(fields), words(fields, nested=False)):
         if sum(map(len, found)) <= MAX_WORDS:
             return found
     return (f"config={digest(' '.join(words(fields)))}",)
 
 
-def _turned(quantization: Mapping[str, Any]) -> dict[str, str]:
-    """What of a checkpoint's quantization changes K or V themselves, which later weights undo."""
+def _changes_of_kv(config: Mapping[str, Any], text: Any) -> dict[str, str]:
+    """What of a checkpoint's quantization changes K, V or latents, which later weights undo. AWQ scales V only where it has as
+    many heads as its output.
+    """
     found = {}
-    if transforms := quantization.get("transform_config"):
-        found["transform_config"] = digest(json.dumps(transforms, sort_keys=True))
-    methods = [str(quantization.get(name, "")).lower() for name in ("quant_method", "quant_algo")]
-    if any(part in method for part in ("awq", "qoq") for method in methods):
-        found["quantization"] = " ".join(filter(None, methods))
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    for given in (part.get(name) for part in parts for name in ("quantization_config", "compression_config")):
+        if not isinstance(given, Mapping):
+            continue
+        if transforms := given.get("transform_config"):
+            found["transform_config"] = digest(json.dumps(transforms, sort_keys=True))
+        inner = given.get("quantization")
+        methods = [
+            str((inner if isinstance(inner, Mapping) else given).get(name, "")) for name in ("quant_method", "quant_algo")
+        ]
+        num_heads = getattr(text, "num_attention_heads", None)
+        is_plain = getattr(text, "num_key_value_heads", num_heads) == num_heads
+        if any("awq" in method.lower() for method in methods) and (is_plain or getattr(text, "kv_lora_rank", None)):
+            found["quantization"] = "awq"
     return found
 
 
@@ -93,12 +94,22 @@ def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str, 
         found["max_position"] = max_position
     if kind == "longrope":
         found["factors"] = long_rope
-    if kind == "yarn":
-        scales = {name: found.pop(name, None) for name in YARN_FACTORS}
-        scale, usual = scales[yarn_factor], YARN_FACTORS[yarn_factor](found.get("factor") or 1.0)
-        if scale is not None and not math.isclose(scale, usual, rel_tol=1e-6):
-            found[yarn_factor] = scale
+    if kind == "yarn" and _has_unusual_factor(found):
+        found["scaled_by"] = yarn_factor
     return {"type": kind, **found}
+
+
+def _has_unusual_factor(yarn: dict[str, Any]) -> bool:
+    """Whether K is scaled by what the embedding's file says. Takes what says the usual out of it.
+    https://arxiv.org/abs/2309.00071, section 3.4.
+    """
+    factor, scales = yarn.get("factor") or 1.0, [yarn.get("mscale"), yarn.get("mscale_all_dim")]
+    one, other = (0.1 * (each or 1.0) * math.log(factor) + 1 if factor > 1 else 1.0 for each in scales)
+    usual = {"attention_factor": one / other if all(scales) else 0.1 * math.log(max(factor, 1.0)) + 1, "attn_factor": 1.0}
+    for name, value in usual.items():
+        if name in yarn and math.isclose(yarn[name], value, rel_tol=1e-6):
+            del yarn[name]
+    return any(name in yarn for name in usual)
 
 
 def _overrides(config: Mapping[str, Any], overridden: Mapping[str, Any], loaded: Any) -> dict[str, Any]:

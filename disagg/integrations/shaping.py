@@ -54,7 +54,8 @@ _DEFAULTED = _row(_COMPARED, "the value that the server has loaded, so that a de
     no_rope_layer_interval qkv_bias clip_qkv attn_temperature_tuning floor_scale attn_scale""")
 _IGNORED = (
     _row(_NONE, "files, versions and names", "_commit_hash _name_or_path auto_map transformers_version id2label label2id"),
-    _row(_NONE, "weights may be quantized on one side; AWQ, QoQ and `transform_config`, which change K or V, are compared", """
+    _row(_NONE, "weights may be quantized on one side, but not by what changes K, V or latents. AutoAWQ without grouped heads "
+        "and a `transform_config` are compared; of llm-compressor's AWQ the file says nothing", """
         quantization_config compression_config quantization"""),
     _row(_NONE, "training and the first values of weights", """
         initializer_range initializer_factor init_std gradient_checkpointing output_router_logits router_aux_loss_coef

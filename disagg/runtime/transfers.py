@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from disagg.backends.base import RemotePeer
 from disagg.core.errors import RemoteProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.leases import quarantine, release
@@ -41,7 +42,7 @@ from disagg.runtime.handshake import Handshake
 from disagg.runtime.paths import bind_incoming, bind_outgoing, bind_prepared
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.verification import Verification
-from disagg.transfer.jobs import Job, Report, Settled, SlotFilled, SlotsWanted, Unpack, Unpacked
+from disagg.transfer.jobs import Broken, Job, Report, Settled, SlotFilled, SlotsWanted, Unpack, Unpacked
 from disagg.transfer.staging import Loans
 from disagg.transfer.worker import TransferWorker
 
@@ -267,6 +268,8 @@ class Transfers:
             loans = self._loans_of(ticket.peer)
             if loans is not None:
                 self._sessions.borrower.want(ticket.peer, loans, now)
+        elif isinstance(report, Broken):
+            self._end_connection(ticket.peer, report.peer, report.error, now)
         else:
             self._take_settled(ticket, report, now)
 
@@ -280,9 +283,7 @@ class Transfers:
         self._sessions.unpacked(slot, now, error=report.error)
 
     def _take_settled(self, ticket: Ticket, report: Settled, now: float) -> None:
-        rank = self._handshake.rank(ticket.peer)
-        if report.unreachable is not None and rank is not None and rank.engine is report.unreachable:
-            self._on_unreachable(ticket.peer, report.error, now)
+        self._end_connection(ticket.peer, report.unreachable, report.error, now)
         if not report.unsettled:
             session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
             self._settled.append((report, session if session is not None and not session.reported else None))
@@ -292,6 +293,12 @@ class Transfers:
         self._sessions.sends.settled(
             ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, took=took
         )
+
+    def _end_connection(self, peer: PeerRank, engine: RemotePeer | None, error: str, now: float) -> None:
+        """Unless both have connected anew since."""
+        rank = self._handshake.rank(peer)
+        if engine is not None and rank is not None and rank.engine is engine:
+            self._on_unreachable(peer, error, now)
 
     def finish(self) -> None:
         """Count settled transfers, and end requests. This may yield the GIL, so it runs after all messages have left."""

@@ -140,4 +140,14 @@ class Settled(msgspec.Struct, kw_only=True):
         self.pieces += pieces
 
 
-Report = Settled | SlotFilled | SlotsWanted | Unpacked
+class Broken(msgspec.Struct):
+    """Report: a slot of `peer` may still be written, and nobody can say for how long. What replaces such slots is the end of
+    the connection.
+    """
+
+    ticket: Hashable
+    peer: RemotePeer
+    error: str
+
+
+Report = Settled | SlotFilled | SlotsWanted | Broken | Unpacked

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from disagg.backends.base import Backend, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
-from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled, SlotFilled, SlotsWanted
+from disagg.transfer.jobs import BoundTransfer, Broken, Job, PendingWork, Report, Settled, SlotFilled, SlotsWanted
 from disagg.transfer.staging import Loans, SlotPool
 
 CANCELLED = "the attempt ended before everything was sent"
@@ -160,8 +160,7 @@ class PackedWrite:
 
     def poll(self, poll_transfer: Callable[[Transfer], TransferStatus]) -> int:
         """Report filled slots once there are enough. Returns how many settled. `poll_transfer` records a transfer's error
-        in the report. An unsettled write keeps only its loan, as the slot may still be written. Both sides then connect anew:
-        the end of a connection is what replaces such slots.
+        in the report. An unsettled write keeps only its loan: the slot may still be written.
         """
         writes, self._writes, settled = self._writes, [], 0
         packing = False
@@ -175,7 +174,7 @@ class PackedWrite:
                 self._settle(write, status)
                 settled += 1
             elif status is TransferStatus.UNSETTLED and self._gathers_here:
-                self._report.unreachable = self._job.peer
+                self._reports.append(Broken(self._job.ticket, self._job.peer, self._report.error))
                 self._give_back(write)
                 settled += 1
             else:

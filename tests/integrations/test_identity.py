@@ -166,31 +166,44 @@ def test_by_what_each_server_scales_a_yarns_keys_is_compared() -> None:
     usual = words()
     assert usual[0] == usual[1]
     assert words(attention_factor=0.1 * math.log(8.0) + 1) == words(attn_factor=1.0) == usual
-    assert differences(*words(attention_factor=1.0)) == ("rope.attention_factor=1", "")
-    assert differences(*words(attn_factor=0.5)) == ("", "rope.attn_factor=0.5")
-    assert words(attention_factor=1.0)[1] == usual[1]
-    assert words(attn_factor=0.5)[0] == usual[0]
+    read = 'rope.scaled_by="attention_factor"', 'rope.scaled_by="attn_factor"'
+    assert differences(*words(attention_factor=1.0)) == differences(*words(attn_factor=0.5)) == read
+    assert len({words(attention_factor=each) for each in (0.5, 1.0, 2.0)} | {usual}) == 4
+    by_quotient = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    assert words(attention_factor=1.0, **by_quotient) == words(**by_quotient)
+    assert differences(*words(attention_factor=0.1 * math.log(8.0) + 1, **by_quotient)) == read
+
+
+GROUPED, PLAIN = {"num_key_value_heads": 2}, {"num_key_value_heads": 4}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4}
+R2: dict[str, Any] = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"r2": {}}}}
 
 
 @pytest.mark.parametrize(
-    ("quantization", "expected"),
+    ("model", "quantization", "expected"),
     [
-        ({"quant_method": "gptq"}, ""),
-        ({"quant_method": "compressed-tensors"}, ""),
-        ({"quant_method": "awq", "bits": 4}, 'quantization="awq"'),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, 'quantization="modelopt_nvfp4_awq"'),
-        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"r2": {}}}}, 'transform_config="#'),
+        (PLAIN, {"quant_method": "gptq"}, ""),
+        (PLAIN, {"quant_method": "compressed-tensors"}, ""),
+        (GROUPED, AWQ, ""),
+        (PLAIN, AWQ, 'quantization="awq"'),
+        (GROUPED | {"kv_lora_rank": 8}, AWQ, 'quantization="awq"'),
+        (PLAIN, {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4_AWQ"}}, 'quantization="awq"'),
+        (GROUPED, R2, 'transform_config="#'),
     ],
     ids=str,
 )
-def test_quantized_weights_count_if_they_change_keys_or_values(quantization: dict[str, Any], expected: str) -> None:
+def test_quantized_weights_count_if_they_change_keys_or_values(
+    model: dict[str, Any], quantization: dict[str, Any], expected: str
+) -> None:
     """Rotations and scales of V are undone in the next layer, which the other server's does not do."""
-    plain, quantized = identity(LLAMA), identity({**LLAMA, "quantization_config": quantization})
+    config = {**LLAMA, **model}
+    plain, quantized = identity(config), identity({**config, "quantization_config": quantization})
     assert (plain == quantized) is (not expected)
     if expected:
         before, after = differences(plain, quantized)
         assert before == ""
         assert after.startswith(expected)
+        assert expected in identity({**config, "text_config": {"quantization_config": quantization}}).revision
 
 
 def test_the_kinds_of_layers_have_one_form() -> None:

@@ -32,7 +32,6 @@ from disagg.integrations.sglang.bootstrap import (
 from disagg.integrations.sglang.host import Host, storage_option
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
-from disagg.integrations.sglang.prompts import check_returned
 from disagg.integrations.sglang.rooms import Rooms
 from disagg.integrations.sglang.rows import request_id
 from disagg.layout.stages import join_stages
@@ -155,9 +154,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.bootstrap.close()
 
     def check_request(self, request: Any) -> None:
-        """Raise `LocalProtocolError` for a room or prefill address that would end SGLang's scheduler, and for what decode
-        cannot return.
-        """
+        """Raise `LocalProtocolError` for a room or prefill address that would end SGLang's scheduler."""
         request_id(request.bootstrap_room)
         if self.disaggregation_mode != DisaggregationMode.DECODE:
             return
@@ -167,7 +164,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 f"bootstrap_host: expected a host of at most {MAX_HOST} characters and a port, "
                 f"found {host!r:.80} and {port!r:.80}"
             )
-        check_returned(request)
 
     # -- rooms -------------------------------------------------------------------------------------------------------
 
@@ -291,9 +287,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self.transfers.remove_peer(name)
 
     def locate(self, receiver: Any) -> Prefill:
-        """Raises `DisaggError` without an instance for the receiver's request, or if the instance's cache has another dtype and
-        this server has a storage: SGLang's keys do not say which dtype a page has.
-        """
+        """Raises `DisaggError` without an instance for the receiver's request."""
         other = named(receiver.bootstrap_addr)
         if other is not None:
             return other
@@ -307,14 +301,20 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             raise PeerUnreachable(
                 f"bootstrap server {receiver.bootstrap_addr} names no data-parallel rank {receiver.prefill_dp_rank}"
             )
-        dtype = served.info.kv_cache_dtype
-        if self.storage is not None and dtype not in (None, self.kv_cache_dtype_str):
-            raise ConfigError(
-                f"--kv-cache-dtype: expected {dtype} as at {receiver.bootstrap_addr}, found {self.kv_cache_dtype_str}: with "
-                f"{self.storage} one server would read the other's pages as its own dtype"
-            )
         self._located.add(found.name)
         return found
+
+    def check_dtype(self, server: str) -> None:
+        """Raises `ConfigError` if an instance's cache has another dtype, and this server has a storage: SGLang's keys do not
+        say which dtype a page has.
+        """
+        served = self._served.get(server)
+        dtype = None if served is None else served.info.kv_cache_dtype
+        if self.storage is not None and dtype not in (None, self.kv_cache_dtype_str):
+            raise ConfigError(
+                f"--kv-cache-dtype: expected {dtype} as at {server}, found {self.kv_cache_dtype_str}: with {self.storage} one "
+                "server would read the other's pages as its own dtype"
+            )
 
     def decline(self, receiver: Any) -> None:
         """Tell prefill, if it is known and was not replaced, that a request without a reservation is not wanted."""

@@ -182,10 +182,10 @@ def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *
 
 def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> bool:
     """Whether a request is refused, with HTTP status 400."""
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
 
     if queue.transfer_backend.value == NAME:
-        from disagg.integrations.sglang.prompts import check_logprobs, check_tokens, check_unmoved_room
+        from disagg.integrations.sglang.prompts import check_logprobs, check_returned, check_tokens, check_unmoved_room
 
         try:
             if request.bootstrap_host != FAKE_BOOTSTRAP_HOST:
@@ -194,6 +194,8 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
                 check_unmoved_room(request)
             check_tokens(request, queue.scheduler.model_config.vocab_size)
             check_logprobs(request, queue.metadata_buffers.output_top_logprobs_val.shape[1])
+            if queue.kv_manager.disaggregation_mode == DisaggregationMode.DECODE:
+                check_returned(request)
         except LocalProtocolError as error:
             prepare_abort(request, str(error), status_code=HTTPStatus.BAD_REQUEST)
             queue.scheduler.output_streamer.stream_output([request], request.return_logprob)

@@ -102,12 +102,17 @@ def check_logprobs(request: Any, limit: int) -> None:
 
 
 def check_returned(request: Any) -> None:
-    """Raise `LocalProtocolError` if decode is asked for what each token of the prompt was routed to: it reads that from its
-    own tables, which other requests have written.
+    """Raise `LocalProtocolError` if decode is asked for what the prompt's tokens were routed to: it reads that from its own
+    tables, where other requests have written.
     """
-    for name in ("return_routed_experts", "return_indexer_topk"):
-        if getattr(request, name, False):
-            raise LocalProtocolError(f"{name}: decode knows those of its own tokens only; ask prefill with max_new_tokens 1")
+    length = len(request.origin_input_ids)
+    if request.return_routed_experts and request.routed_experts_start_len < length:
+        raise LocalProtocolError(
+            f"routed_experts_start_len: expected {length}, the prompt's length, found {request.routed_experts_start_len}: "
+            "decode knows the experts of its own tokens only, and prefill returns the prompt's"
+        )
+    if request.return_indexer_topk:
+        raise LocalProtocolError("return_indexer_topk: expected false: decode knows those of its own tokens only")
 
 
 def _rows_digest(rows: Any) -> str:

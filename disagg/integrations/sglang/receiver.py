@@ -48,6 +48,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         """SGLang's `init`, for which `bootstrap_infos` must not be empty once the instance is found."""
         try:
             self.prefill = self.kv_mgr.locate(self)
+            self.kv_mgr.check_dtype(self.bootstrap_addr)
         except DisaggError as error:
             self.kv_mgr.fail(self.bootstrap_room, error)
             self.conclude_state = KVPoll.Failed

@@ -122,12 +122,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
         """`wait_for_save` sends the step's tokens."""
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]  # of a caller, which may start the engine's step
+
     def wait_for_save(self) -> None:
         """VLLM's first runner calls this also while a step fails."""
-        if sys.exc_info()[0] is None:
-            self.worker.save(self._step)
-        else:
-            self.worker.give_up_step(self._step)
+        self.worker.save(self._step, has_failed=sys.exc_info()[1] is not self._handled)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self.worker.results(idle=self._step.idle)

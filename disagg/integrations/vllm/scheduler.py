@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rows import TokenRange
 from disagg.integrations.handoff import OTHER_PROMPT, Payload
 from disagg.integrations.options import Options
@@ -118,6 +119,7 @@ class SchedulerHalf:
         self._window_page = math.gcd(*(group.block_size for group in self._groups if group.window is not None)) or 1
         self._prompts = Prompts(config)
         self._leader: RankAddress | None = None
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self._bootstrap: Bootstrap | None = None
         self._keeper: Keeper | None = None
         self._moves = Moves(config)
@@ -224,8 +226,13 @@ class SchedulerHalf:
         """Give up a request that this server kept itself: its prefix cache has the blocks, or nothing has."""
         with contextlib.suppress(ValueError):  # logged when vLLM schedules it
             hand_off = HandOff.of(request.kv_transfer_params)
-            own = self._leader and (self._leader.engine_id, self._leader.address)
-            if hand_off is not None and own == (hand_off.remote_engine_id, hand_off.remote_address):
+            if hand_off is not None and self._leader is not None and hand_off.remote_engine_id == self._leader.engine_id:
+                if hand_off.remote_address != self._leader.address:  # it has restarted, or two servers have one name
+                    self._warnings.warning(
+                        "this server computes what is handed over: remote_engine_id %r is its own name, at another address, "
+                        "%s; give each server an engine_id of its own",
+                        hand_off.remote_engine_id, hand_off.remote_address,
+                    )  # fmt: skip
                 self._step.given_up.append(hand_off.request_id)
                 _use(request)
 

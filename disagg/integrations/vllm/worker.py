@@ -196,23 +196,22 @@ class WorkerHalf:
             if transfer.handle is not None:
                 transfer.handle.abort(self._refusal)
 
-    def save(self, step: StepMetadata) -> None:
-        ready = _recorded_event() if self._is_cuda and (step.chunks or step.finishes) else None
+    def save(self, step: StepMetadata, *, has_failed: bool = False) -> None:
+        """Nothing of a step that `has_failed` is handed over: some layers were not computed."""
+        ready = _recorded_event() if self._is_cuda and not has_failed and (step.chunks or step.finishes) else None
         for chunk in step.chunks:
-            self._attempt(partial(self._send, chunk, ready), chunk.req_id)
+            if has_failed:
+                self._abort_send(chunk.req_id, "the step that computes it has failed")
+            else:
+                self._attempt(partial(self._send, chunk, ready), chunk.req_id)
         for finish in step.finishes:
-            if not self._attempt(partial(self._finish, finish, ready), finish.req_id):
+            if has_failed or not self._attempt(partial(self._finish, finish, ready), finish.req_id):
                 self._abort_send(finish.req_id, "it could not be finished")
         for req_id in step.held:
             if req_id not in step.aborts:
                 self._hold(req_id)
         for req_id in step.kept:
             self._hold(req_id, is_kept=True)
-
-    def give_up_step(self, step: StepMetadata) -> None:
-        """Nothing of a step that has failed is handed over: some layers were not computed."""
-        for each in (*step.chunks, *step.finishes):
-            self._abort_send(each.req_id, "the step that computes it has failed")
 
     def results(self, *, idle: bool) -> TransferResults:
         manager = self._running()

@@ -67,13 +67,6 @@ def test_the_name_of_a_host_is_bounded(manager: Any, host: Any) -> None:
         manager.check_request(request)
 
 
-@pytest.mark.parametrize("name", ["return_routed_experts", "return_indexer_topk"])
-def test_decode_returns_nothing_that_other_requests_have_left(manager: Any, name: str) -> None:
-    request = SimpleNamespace(bootstrap_room=7, bootstrap_host="x", bootstrap_port=8998, **{name: True})
-    with pytest.raises(LocalProtocolError, match=f"{name}: decode knows those of its own tokens only"):
-        manager.check_request(request)
-
-
 @pytest.mark.parametrize("storage", [None, "--hicache-storage-backend"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "fp8_e4m3"])
 def test_servers_of_two_dtypes_share_no_storage(manager: Any, storage: str | None, dtype: str | None) -> None:
@@ -81,12 +74,11 @@ def test_servers_of_two_dtypes_share_no_storage(manager: Any, storage: str | Non
     prefill = Prefill("prefill", "tcp://h:1", 0)
     manager._served["h:2"] = Served(SimpleNamespace(kv_cache_dtype=dtype), {0: prefill}, asked_s=0.0)
     manager.storage, manager.kv_cache_dtype_str = storage, "fp8_e4m3"
-    receiver = SimpleNamespace(bootstrap_addr="h:2", prefill_dp_rank=0, bootstrap_room=7)
     if storage is not None and dtype == "bfloat16":
         with pytest.raises(ConfigError, match="expected bfloat16 as at h:2, found fp8_e4m3: with --hicache-storage-backend"):
-            manager.locate(receiver)
+            manager.check_dtype("h:2")
     else:
-        assert manager.locate(receiver) is prefill
+        manager.check_dtype("h:2")
 
 
 def test_many_waiting_senders_leave_the_scheduler_most_of_its_time(manager: Any) -> None:

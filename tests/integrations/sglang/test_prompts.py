@@ -20,7 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from disagg import LocalProtocolError
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.sglang.prompts import Prompt, check_logprobs, check_tokens, prompt_of
+from disagg.integrations.sglang.prompts import Prompt, check_logprobs, check_returned, check_tokens, prompt_of
 
 TOKENS = array("q", range(40))
 
@@ -94,6 +94,23 @@ def test_token_ids_that_the_model_does_not_have(ids: list[int], is_refused: bool
     with pytest.raises(LocalProtocolError, match="input_ids: expected 0 to 9, found") if is_refused else nullcontext():
         check_tokens(request, 10)
     check_tokens(SimpleNamespace(**{**vars(request), "multimodal_inputs": object()}), 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"return_routed_experts": True}, "routed_experts_start_len: expected 3"),
+        ({"return_routed_experts": True, "routed_experts_start_len": 2}, "routed_experts_start_len: expected 3"),
+        ({"return_routed_experts": True, "routed_experts_start_len": 3}, ""),
+        ({"return_indexer_topk": True}, "return_indexer_topk: expected false"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_decode_returns_nothing_that_other_requests_have_left(given: dict[str, Any], refused: str) -> None:
+    request = Req("name", "", array("q", [4, 5, 6]), SamplingParams(), **given)
+    with pytest.raises(LocalProtocolError, match=refused) if refused else nullcontext():
+        check_returned(request)
 
 
 @pytest.mark.parametrize(("number", "is_refused"), [(0, False), (128, False), (129, True), (-1, True), ([5], True)])

@@ -131,7 +131,34 @@ def test_prefill_hears_what_decode_refuses(prefill: Side, decode: Side, host: st
             SimpleNamespace(kv_cache_dtype=None), {0: Prefill("prefill", prefill.transfers.address, 0)}
         )
     sender = prefill.transfers.sender(request_id(7), peer=None, attempt=None, deadline_s=None)
-    decode.manager.refused(request)
+    decode.queue.scheduler = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=8),
+        output_streamer=SimpleNamespace(stream_output=lambda *_: None),
+    )
+    decode.queue.metadata_buffers = SimpleNamespace(output_top_logprobs_val=np.zeros((1, 4)))
+    asked_for = {"return_logprob": False, "return_routed_experts": True, "routed_experts_start_len": 0}
+    vars(request).update(asked_for, multimodal_inputs=None, input_embeds=None, origin_input_ids=[1])
+    assert plugin._refuse(lambda *_: False, decode.queue, request)
+    assert "routed_experts_start_len: expected 1" in request.finished_reason.message
+    begun = time.monotonic()
+    while not sender.is_declined:
+        assert time.monotonic() < begun + PATIENCE_S
+        time.sleep(0.01)
+
+
+def test_prefill_hears_that_its_cache_has_another_dtype(prefill: Side, decode: Side) -> None:
+    decode.manager.storage, decode.manager.kv_cache_dtype_str = "--hicache-storage-backend", "fp8_e4m3"
+    place = Prefill("prefill", prefill.transfers.address, 0)
+    decode.manager._served[SERVER] = Served(SimpleNamespace(kv_cache_dtype="bfloat16"), {0: place})
+    decode.manager._located, failed = set(), []
+    decode.manager.fail = lambda room, error: failed.append(str(error))
+    sender = prefill.transfers.sender(request_id(7), peer=None, attempt=None, deadline_s=None)
+    receiver: Any = object.__new__(DisaggKVReceiver)
+    receiver.kv_mgr, receiver.bootstrap_addr, receiver.bootstrap_room = decode.manager, SERVER, 7
+    receiver.prefill_dp_rank, receiver.prefill, receiver.attempt = 0, None, 0
+    receiver._setup_bootstrap_infos()
+    assert "expected bfloat16 as at" in failed[0]
+    decode.manager.decline(receiver)
     begun = time.monotonic()
     while not sender.is_declined:
         assert time.monotonic() < begun + PATIENCE_S
