@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
@@ -24,7 +25,9 @@ import pytest
 from disagg.backends.base import Backend, BackendOptions, Fence, Transfer, TransferStatus, Transport
 from disagg.backends.cuda.driver import CudaError
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
+from disagg.backends.mooncake import backend as backend_module
 from disagg.backends.mooncake import backend as mooncake
+from disagg.backends.mooncake import launch
 from disagg.backends.mooncake.backend import SPLIT_NBYTES, MooncakeBackend, MooncakePeer
 from disagg.backends.mooncake.launch import MAX_OUTSTANDING
 from disagg.backends.mooncake.transfer import MooncakeTransfer, cut
@@ -364,6 +367,29 @@ def test_transports_that_are_not_to_be_had() -> None:
         MooncakeBackend(BackendOptions(transport=Transport.SHM))
     with pytest.raises(BackendUnavailable, match=r"no_such_nic.*; to fix it: "):
         MooncakeBackend(BackendOptions(require=Transport.RDMA, devices=("no_such_nic",)))
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_an_engine_whose_writes_are_not_acknowledged_is_unavailable(
+    protocol: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Mooncake before 0.3.12.post1. Its module has the same names."""
+    library = tmp_path / "engine.so"
+    library.write_bytes(b"the library of an engine without that name")
+    module = SimpleNamespace(__file__=str(library), TransferOpcode=SimpleNamespace(Write=0, Read=1))
+    monkeypatch.setattr(backend_module, "import_engine", lambda: module)
+    monkeypatch.setattr(backend_module, "choose_protocol", lambda _: protocol)
+    monkeypatch.setattr(launch, "TRANSFER_ENGINE", "no such library")
+
+    def starts(*_: object) -> None:
+        raise KeyError("it starts")
+
+    monkeypatch.setattr(backend_module, "start_engine", starts)
+    with pytest.raises(BackendUnavailable if protocol == "tcp" else KeyError, match=r"0\.3\.12\.post1 or newer|it starts"):
+        MooncakeBackend(BackendOptions())
+    library.write_bytes(b"its library, with tcp_proto_version in it")
+    with pytest.raises(KeyError, match="it starts"):
+        MooncakeBackend(BackendOptions())
 
 
 @pytest.mark.parametrize(("name", "value"), [("MC_TCP_PROTO", "1"), ("MC_TCP_ENABLE_CONNECTION_POOL", "False")])

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -21,7 +21,7 @@ import pytest
 from disagg.backends.base import BackendOptions, Fence, TransferStatus, Transport
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.backends.nixl.backend import NixlBackend, NixlDescriptor
-from disagg.backends.nixl.bindings import ERRORS, FLAVOURS, engine_errors, load_bindings
+from disagg.backends.nixl.bindings import ERRORS, FLAVOURS, check_version, engine_errors, load_bindings
 from disagg.backends.nixl.ucx import conflicts, has_rdma, ucx_settings
 from disagg.core.errors import (
     BackendUnavailable,
@@ -207,6 +207,32 @@ def test_damaged_metadata_is_refused_before_ucx_reads_it(
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     transfer = backend.submit(peer, batch_of(arena, target.arena, WHOLE))
     assert settle(transfer) is TransferStatus.DONE
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.6.0", "2.5.1"])
+def test_an_agent_of_another_release_is_refused_before_nixl_reads_it(
+    version: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection between two of them has ended a process."""
+    target = target_process(NixlBackend, TCP, stack)
+    backend, _ = opened(NixlBackend, TCP, stack)
+    assert isinstance(backend, NixlBackend)
+    raw, regions = decode_endpoint("nixl", target.endpoint)
+    descriptor = msgspec.msgpack.decode(raw, type=NixlDescriptor)
+    own = backend._nixl.version
+    assert own
+    assert descriptor.agent.endswith(f"-{own}")
+    changed = msgspec.structs.replace(descriptor, agent=descriptor.agent.removesuffix(own) + version)
+    monkeypatch.setattr(NixlBackend, "_load", lambda *_: pytest.fail("NIXL would read it"))
+    with pytest.raises(PeerUnreachable, match=f"expected the peer's NIXL to be {own}, as here, found '{version}'"):
+        backend.connect(encode_endpoint("nixl", msgspec.msgpack.encode(changed), regions), epoch=1)
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("1.2.0", True), ("0.10.1", True), ("1.5.0rc1", False), ("", False)])
+def test_nixl_before_the_oldest_release_is_unavailable(version: str, is_refused: bool) -> None:
+    expected = pytest.raises(BackendUnavailable, match=f"expected NIXL 1.5 or newer, found {version}")
+    with expected if is_refused else nullcontext():
+        check_version(version)
 
 
 def test_every_exception_of_nixl_is_mapped() -> None:

@@ -42,6 +42,7 @@ from disagg.backends.base import ADDRESS_SPACE, BackendOptions, Fence, RemotePee
 from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import (
     Engine,
+    check_acknowledges,
     check_environment,
     choose_protocol,
     import_engine,
@@ -89,6 +90,8 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._protocol = choose_protocol(options)
         check_environment(options, self._protocol)
         module = import_engine()
+        if self._protocol == "tcp":
+            check_acknowledges(module)
         self._opcodes = Opcodes(write=module.TransferOpcode.Write, read=module.TransferOpcode.Read)
         with new_listeners() as listening:
             engine = start_engine(module, options, self._protocol)

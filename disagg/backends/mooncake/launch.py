@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 import socket
 from pathlib import Path
@@ -20,6 +21,8 @@ _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
 _IPV6_SWITCH = "MC_USE_IPV6"
 """Read by the engine whenever it resolves an address; any value is yes."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+TRANSFER_ENGINE = "transfer_engine"
+"""In the name of the library that a build of one's own may have beside the module."""
 _WHEELS = "mooncake-transfer-engine-non-cuda without CUDA, mooncake-transfer-engine (CUDA 12) or -cuda13 with it"
 
 
@@ -57,6 +60,27 @@ def import_engine() -> Any:
             f"with CUDA, and a host without it needs another wheel: {_WHEELS}",
             name=library,
         ) from error
+
+
+def check_acknowledges(module: Any) -> None:
+    """Raises `BackendUnavailable` for an engine that reports a write over TCP as done once it is sent. Later ones tell peers
+    how they frame messages, by a name that is in the library.
+    """
+    loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    parts = [str(module.__file__), *(path for path in sorted(loaded) if TRANSFER_ENGINE in path)]
+    if not any(_holds(Path(path), b"tcp_proto_version") for path in parts):
+        raise BackendUnavailable(
+            f"backend 'mooncake': {module.__file__} reports writes over TCP as done before they have arrived; expected "
+            "Mooncake 0.3.12.post1 or newer"
+        )
+
+
+def _holds(file: Path, name: bytes) -> bool:
+    try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(name) >= 0
+    except (OSError, ValueError):  # replaced since, or empty
+        return False
 
 
 def choose_protocol(options: BackendOptions) -> str:

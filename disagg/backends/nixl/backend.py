@@ -54,7 +54,7 @@ from disagg.backends.base import (
     Transport,
     check_rdma,
 )
-from disagg.backends.nixl.bindings import Bindings, has_gpu
+from disagg.backends.nixl.bindings import Bindings, has_gpu, release_of
 from disagg.backends.nixl.requests import NixlPeer, NixlTransfer, Requests
 from disagg.backends.nixl.ucx import CERTAIN, conflicts, has_rdma, ucx_settings
 from disagg.core.copies import CopyBatch
@@ -107,9 +107,9 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             raise BackendUnavailable(f"backend 'nixl': require={options.require.value!r}: {'; '.join(self._conflicts)}")
         for conflict in self._conflicts:
             logger.warning("backend 'nixl': %s; the environment wins", conflict)
-        self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}"
         with environment(settings), new_listeners() as self._listening:
             self._nixl = Bindings()
+            self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}-{self._nixl.version}"
             self._agent, self._ucx = self._start()
         self._ports = ports_of(self._listening)
         self._connections = EngineConnections()
@@ -195,6 +195,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         descriptor, regions = self.decode(endpoint)
         if _digest(descriptor.metadata) != descriptor.digest:
             raise RemoteProtocolError("endpoint of backend 'nixl': the metadata is damaged: its digest differs")
+        self._check_version(descriptor.agent)
         peer = NixlPeer(descriptor.agent, process, self._connections, regions, epoch=epoch)
         known, ports = self._neighbours.get(process, frozenset()), complete(descriptor.ports)
         self._neighbours[process] = None if known is None or ports is None else known.union(ports)
@@ -208,6 +209,15 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
                 raise
         self._transports.add(transport)
         return peer
+
+    def _check_version(self, agent: str) -> None:
+        """Raises `PeerUnreachable` for an agent of another release, which NIXL does not promise to understand."""
+        *_, version = agent.split("-", maxsplit=3)
+        theirs, ours = release_of(version), release_of(self._nixl.version)
+        if theirs is not None and ours is not None and theirs != ours:
+            raise PeerUnreachable(
+                f"backend 'nixl': expected the peer's NIXL to be {self._nixl.version}, as here, found {version!r:.60}"
+            )
 
     def _load(self, descriptor: NixlDescriptor) -> None:
         with self._lock:

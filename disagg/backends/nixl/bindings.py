@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,8 @@ from disagg.core.memory import CPU
 
 FLAVOURS = ("nixl_cu13", "nixl_cu12")
 """Each is for one CUDA version."""
+OLDEST = (1, 5)
+"""A connection from 1.5 ends a process with 1.2 by SIGSEGV."""
 
 ERRORS: Mapping[str, type[DisaggError]] = {
     "nixlBackendError": BackendError,
@@ -44,6 +48,29 @@ ERRORS: Mapping[str, type[DisaggError]] = {
 def has_gpu() -> bool:
     gpus = Path("/proc/driver/nvidia/gpus")
     return gpus.is_dir() and any(gpus.iterdir())
+
+
+def version_of(bindings: ModuleType) -> str:
+    """Of the package; empty if it was built without one."""
+    package = bindings.__name__.partition(".")[0].replace("_", "-")
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """The first two numbers of a version, which agents must have in common; `None` if it does not begin with them."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def check_version(version: str) -> None:
+    """Raises `BackendUnavailable` for a version that a newer peer's first message would end."""
+    found = release_of(version)
+    if found is not None and found < OLDEST:
+        expected = ".".join(map(str, OLDEST))
+        raise BackendUnavailable(f"backend 'nixl': expected NIXL {expected} or newer, found {version} (pip install -U nixl)")
 
 
 def load_bindings() -> ModuleType:
@@ -70,6 +97,8 @@ def engine_errors(bindings: ModuleType) -> tuple[type[Exception], ...]:
 class Bindings:
     def __init__(self) -> None:
         self.module: Any = load_bindings()
+        self.version = version_of(self.module)
+        check_version(self.version)
         self.errors = engine_errors(self.module)
         self.success = self.module.NIXL_SUCCESS
         self.in_progress = self.module.NIXL_IN_PROG
