@@ -14,9 +14,9 @@ from disagg.core.copies import Columns, CopyBatch
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.spans import SpanRuns, SpanShape
-from disagg.layout.ownership import Intervals, Ints, Periodic
+from disagg.layout.ownership import Intervals, Ints, Periodic, Share
 from disagg.layout.placement import Placement
-from disagg.layout.plan import ComponentPlan, RowSpace, edges, first_page, owned_tokens, row_space
+from disagg.layout.plan import ComponentPlan, RowSpace, count_tokens, edges, first_page, owned_tokens, row_space
 from disagg.layout.tables import ComponentLayout
 
 Stream = _native.Stream
@@ -193,6 +193,22 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str
         edges=cuts,
         period=period,
     )
+
+
+def check_share(plan: ComponentPlan, source: Rows, num_tokens: int) -> None:
+    """Raise `LayoutError` if a rank whose share of the tokens depends on their number lists more pages than that share has:
+    it has computed another number, so its pages hold other tokens.
+    """
+    space = plan.source
+    if not isinstance(space.tokens, Share) or not isinstance(source, Pages):
+        return
+    count = -(-count_tokens(space, num_tokens, num_tokens) // space.page_size)
+    listed = first_page(space, source.first_token, num_tokens) + len(source.ids)
+    if listed > count:
+        raise LayoutError(
+            f"component {plan.name!r}, source: expected at most {count} pages, this rank's share of {num_tokens} tokens, found "
+            f"{listed}; the receiver's need must end in the last page of the prompt"
+        )
 
 
 def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side: str) -> LayoutError:

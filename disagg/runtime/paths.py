@@ -17,7 +17,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError, RemoteProtocolError
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.spans import SpanBatch, SpanRuns
-from disagg.layout.binding import BoundRows, Stream, bind_rows
+from disagg.layout.binding import BoundRows, Stream, bind_rows, check_share
 from disagg.layout.plan import ComponentPlan, RowSpace, TransferPlan, first_page
 from disagg.protocol.messages import Part, Written, unpack_rows
 from disagg.protocol.types import StartTransfer
@@ -151,7 +151,9 @@ def _outgoing(plan: TransferPlan, start: StartTransfer) -> Iterator[_Outgoing]:
         reserved = start.reserve.rows.get(written.component)
         if reserved is None:
             raise LocalProtocolError(f"component {written.component!r} is needed, but the receiver reserved no rows for it")
-        yield _Outgoing(component, written, source, unpack_rows(reserved), start.reserve.need[written.component][1])
+        num_tokens = start.reserve.need[written.component][1]
+        check_share(component, source, num_tokens)
+        yield _Outgoing(component, written, source, unpack_rows(reserved), num_tokens)
 
 
 def _gathers(stream: Stream, gathers_from: int | None) -> bool:

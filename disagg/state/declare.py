@@ -98,7 +98,9 @@ def all_tokens(_: Topology) -> Owned:
 
 
 def page_blocks(page_size: int) -> Rule:
-    """Context-parallel prefill: each rank owns one contiguous block of pages of `page_size` tokens."""
+    """Context-parallel prefill: each rank owns one contiguous block of pages of `page_size` tokens. The block depends on the
+    number of tokens, so the receiver's `need` must end in the prompt's last page, or the request fails.
+    """
     return lambda rank: Share(rank.cp_rank, rank.cp, page_size)
 
 

@@ -44,8 +44,11 @@ def index_keys(
     """Index keys, the same on every rank, from tensors `[page, bytes]` by layer.
 
     A page has `page_size / tokens_per_key` keys of `key_nbytes`, *then* as many scales of `scale_nbytes` (0: none). Leave
-    out layers that use another layer's top-k. Raises `ConfigError` if pages are too small.
+    out layers that use another layer's top-k. Raises `ConfigError` if pages are too small, have gaps, or end within a key's
+    tokens.
     """
+    if page_size % tokens_per_key:
+        raise ConfigError(f"index pages: expected a page_size that is a multiple of {tokens_per_key}, found {page_size}")
     roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
     bound = _halves(roles, pages, page_size // tokens_per_key, name)
     return declare(
@@ -67,7 +70,7 @@ def index_tail(
 
     A ring has `tail` keys, then `tail` scales. Token `t` is at `t % tail`. `tail` may differ between the sides. Of `n`
     tokens, decode needs `open_pool(n, tokens_per_key)`, in the rows `window.ring_rows(ring, need=..., stride=tail)`. Raises
-    `ConfigError` if rings are too small.
+    `ConfigError` if rings are too small or have gaps.
     """
     bound = _halves(index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes), rings, tail, name)
     return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage)
@@ -117,5 +120,7 @@ def _part(page: Any, start: int, num_keys: int, nbytes: int, total: int) -> RawT
     if len(raw.shape) != 2 or raw.shape[1] * raw.itemsize < total:
         found = f"shape {raw.shape} of {raw.itemsize} bytes each"
         raise ConfigError(f"index pages: expected [page, at least {total} bytes], found {found}")
+    if raw.strides[1] != 1:
+        raise ConfigError(f"index pages: expected consecutive bytes in a page, found strides {raw.strides} of elements")
     strides = (raw.strides[0] * raw.itemsize, nbytes, 1)
     return RawTensor(raw.pointer + start, (raw.shape[0], num_keys, nbytes), strides, "uint8", raw.device, raw.owner)

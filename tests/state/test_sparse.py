@@ -209,3 +209,20 @@ def test_pages_too_small_for_their_keys_and_scales_are_rejected(shape: tuple[int
 def test_a_key_of_no_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="tensor 'key', granule: expected an integer of at least 1, found 0"):
         sparse.index_keys({0: np.zeros((3, 32), np.uint8)}, page_size=4, topology=Topology(), tokens_per_key=0)
+
+
+def test_index_pages_with_gaps_are_refused() -> None:
+    """Every second byte belongs to somebody else."""
+    pages = np.zeros((4, 64, 2), np.uint8)[:, :, 0]
+    for declare in (
+        lambda: sparse.index_keys({0: pages}, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2),
+        lambda: sparse.index_tail({0: pages}, tail=4, topology=Topology(), key_nbytes=6, scale_nbytes=2),
+    ):
+        with pytest.raises(ConfigError, match=r"expected consecutive bytes in a page, found strides \(128, 2\)"):
+            declare()
+
+
+def test_index_pages_that_end_within_the_tokens_of_a_key_are_refused() -> None:
+    pages = {0: np.zeros((4, 64), np.uint8)}
+    with pytest.raises(ConfigError, match="expected a page_size that is a multiple of 6, found 16"):
+        sparse.index_keys(pages, page_size=16, topology=Topology(), key_nbytes=6, scale_nbytes=2, tokens_per_key=6)
