@@ -47,9 +47,9 @@ def index_keys(
     out layers that use another layer's top-k. Raises `ConfigError` if pages are too small, have gaps, or end within a key's
     tokens.
     """
+    roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
     if page_size % tokens_per_key:
         raise ConfigError(f"index pages: expected a page_size that is a multiple of {tokens_per_key}, found {page_size}")
-    roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
     bound = _halves(roles, pages, page_size // tokens_per_key, name)
     return declare(
         name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional

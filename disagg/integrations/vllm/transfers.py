@@ -45,5 +45,4 @@ class Receive:
     stop: int
     prompt: str
     handle: Receiver | None = None
-    is_aborted: bool = False
     begun_s: float = field(default_factory=time.monotonic)

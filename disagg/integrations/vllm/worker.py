@@ -93,7 +93,6 @@ class WorkerHalf:
         """Whether the last step neither computed nor reported anything."""
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
-        self._drained: deque[Receive] = deque()
         """Loads that the server ended, whose blocks are not written any more."""
         self._stats = TransferStats()
         self._nbytes = 0
@@ -229,8 +228,6 @@ class WorkerHalf:
             poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
             poll.register(manager, select.POLLIN)
             poll.poll(IDLE_WAIT_S * 1000)
-        while self._drained:
-            self._end_receive(self._drained.popleft(), ok=False)
         for event in manager.events():
             transfer = event.tag()
             if isinstance(transfer, Send):
@@ -441,9 +438,6 @@ class WorkerHalf:
     def _received(self, receive: Receive, event: Event) -> None:
         if not event.ok:
             logger.warning("request %s: its state did not arrive: %s", receive.req_id, event.error)
-            if receive.is_aborted and not event.lease.released:  # vLLM steps until it is reported
-                event.lease.on_release(lambda: self._drained.append(receive))
-                return
             if not event.lease.released:
                 self._leases[receive.req_id] += 1
                 event.lease.on_release(lambda: self._released.append(receive.req_id))
@@ -475,7 +469,6 @@ class WorkerHalf:
         else:
             self._sends.pop(req_id, None)
         if receive is not None and receive.handle is not None:
-            receive.is_aborted = True
             receive.handle.abort("the server ended the request")
 
     def _attempt(self, act: Callable[[], object], req_id: str) -> bool:

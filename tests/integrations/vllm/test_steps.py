@@ -905,11 +905,18 @@ def test_kept_requests_make_room_for_what_a_load_has_left(server: Start) -> None
     decode.check_empty()
 
 
-def test_vllm_steps_while_blocks_of_a_failed_load_are_held(server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an idle server never hears that they are free, and can neither pause nor reset its cache."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_vllm_steps_while_blocks_of_a_failed_load_are_held(
+    leaves: bool, server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an idle server never hears that they are free, and can neither pause nor reset its cache. Nor may it step for
+    ever, also if the client has left.
+    """
     decode = server(policy="fail")
     name = decode.add(80, handed_over()).request_id
     decode.step()
+    if leaves:
+        decode.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
     held = WorkerReport(leases=Counter([name]))
     decode.step(finished_recving={name}, failed_recving={name}, kv_connector_worker_meta=held)
     decode.step()
