@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -25,16 +26,16 @@ import pytest
 from disagg.backends.base import Backend, BackendOptions, Fence, Transfer, TransferStatus, Transport
 from disagg.backends.cuda.driver import CudaError
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
-from disagg.backends.mooncake import backend as backend_module
 from disagg.backends.mooncake import backend as mooncake
 from disagg.backends.mooncake import launch
 from disagg.backends.mooncake.backend import SPLIT_NBYTES, MooncakeBackend, MooncakePeer
 from disagg.backends.mooncake.launch import MAX_OUTSTANDING
-from disagg.backends.mooncake.transfer import MooncakeTransfer, cut
+from disagg.backends.mooncake.queue import MooncakeDescriptor, PeerQueue
+from disagg.backends.mooncake.transfer import MooncakeTransfer, Opcodes, Pieces, cut
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable
 from disagg.core.memory import Device, MemoryRegion
-from disagg.machine.tcp import sockets_of, tcp_sockets
+from disagg.machine.tcp import EngineConnections, sockets_of, tcp_sockets
 from disagg.testing.contract import (
     Arena,
     BackendContract,
@@ -369,6 +370,38 @@ def test_transports_that_are_not_to_be_had() -> None:
         MooncakeBackend(BackendOptions(require=Transport.RDMA, devices=("no_such_nic",)))
 
 
+def test_a_peer_whose_host_has_vanished_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine's end is never proved. Nobody waits for that once the write is dropped and the peer disconnected."""
+
+    def unreachable(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.EHOSTUNREACH, "no route")
+
+    class Engine:
+        def batch_transfer_async(self, *_: object) -> int:
+            return 1
+
+        def transfer_check_status(self, _: int) -> int:
+            return -1
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    descriptor, one = MooncakeDescriptor("192.0.2.1", 15000, "tcp"), np.ones(1, np.uint64)
+    engine: Any = Engine()
+    queue = PeerQueue(
+        engine, Opcodes(1, 2), descriptor, descriptor.session, 64, connections=EngineConnections(), gpu=None, readable=None
+    )
+    transfer = MooncakeTransfer(queue, Pieces(one, one, one))
+    queue.submit(transfer)
+    until(transfer, TransferStatus.UNSETTLED)
+    queue.release()
+    time.sleep(1.0)
+    assert queue.is_running
+    del transfer
+    deadline = time.monotonic() + 60.0
+    while queue.is_running:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 def test_an_engine_whose_writes_are_not_acknowledged_is_unavailable(
     protocol: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -377,14 +410,14 @@ def test_an_engine_whose_writes_are_not_acknowledged_is_unavailable(
     library = tmp_path / "engine.so"
     library.write_bytes(b"the library of an engine without that name")
     module = SimpleNamespace(__file__=str(library), TransferOpcode=SimpleNamespace(Write=0, Read=1))
-    monkeypatch.setattr(backend_module, "import_engine", lambda: module)
-    monkeypatch.setattr(backend_module, "choose_protocol", lambda _: protocol)
+    monkeypatch.setattr(mooncake, "import_engine", lambda: module)
+    monkeypatch.setattr(mooncake, "choose_protocol", lambda _: protocol)
     monkeypatch.setattr(launch, "TRANSFER_ENGINE", "no such library")
 
     def starts(*_: object) -> None:
         raise KeyError("it starts")
 
-    monkeypatch.setattr(backend_module, "start_engine", starts)
+    monkeypatch.setattr(mooncake, "start_engine", starts)
     with pytest.raises(BackendUnavailable if protocol == "tcp" else KeyError, match=r"0\.3\.12\.post1 or newer|it starts"):
         MooncakeBackend(BackendOptions())
     library.write_bytes(b"its library, with tcp_proto_version in it")

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -102,7 +103,8 @@ class PeerQueue:
         self._alarm: _native.Alarm | None = _native.Alarm()
         self._waiting: deque[MooncakeTransfer] = deque()
         self._flights: deque[_Flight] = deque()
-        self._unsettled: list[MooncakeTransfer] = []
+        self._unsettled = weakref.WeakSet[MooncakeTransfer]()
+        """Those that somebody still has: of the others nobody asks, and a peer whose host has vanished never ends."""
         self._num_outstanding = 0
         self._num_users = 1
         self._open = True
@@ -356,7 +358,7 @@ class PeerQueue:
         if transfer.error is None:
             transfer.settle(TransferStatus.DONE)
             return
-        self._unsettled.append(transfer)
+        self._unsettled.add(transfer)
         self._probe_at = 0.0
 
     def _settle_lost(self) -> None:
@@ -364,10 +366,11 @@ class PeerQueue:
         if not self._unsettled or time.monotonic() < self._probe_at:
             return
         gone = self._is_gone()
-        for transfer in self._unsettled:
+        for transfer in list(self._unsettled):
             provable = gone and (transfer.ended_wholly or self._descriptor.protocol == "tcp")
             transfer.settle(TransferStatus.FAILED if provable else TransferStatus.UNSETTLED)
-        self._unsettled = [t for t in self._unsettled if t.status is TransferStatus.UNSETTLED]
+            if provable:
+                self._unsettled.discard(transfer)
         self._probe_at = time.monotonic() + _PROBE_S
 
     def _give_up_if_gone(self) -> None:
