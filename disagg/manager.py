@@ -342,6 +342,7 @@ class KVManager:
         of `receiver`.
         """
         self._make_known(peer, address, public_key)
+        self._check_group(peer, group)
         tell(self._runtime, self._runtime.sessions.decline, request_key(request_id, attempt), peer=peer, group=group)
 
     def want(
@@ -359,11 +360,17 @@ class KVManager:
         `receiver`.
         """
         self._make_known(peer, address, public_key)
+        self._check_group(peer, group)
         tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)
 
+    def _check_group(self, peer: str, group: int) -> None:
+        known = self._runtime.directory.agreement(peer)
+        check_number(group, f"group of peer {peer!r}", 2**31 if known is None else known.num_groups)
+
     def events(self) -> list[Event]:
-        """Every request that has ended since the last call, except those that a task has awaited. If there is none, this
-        yields the GIL to the manager's threads while they have work, for up to 1 ms, and at most half of the time.
+        """Every request that has ended since the last call, except those that a task has awaited. Call it at intervals, also if
+        you learn the ends in another way: until then each takes some KiB. If there is none, this yields the GIL to the
+        manager's threads while they have work, for up to 1 ms, and at most half of the time.
         """
         check_process(self._runtime)
         if not self._runtime.requests.num_events:

@@ -377,6 +377,8 @@ class Conversations:
 
     def put(self, names: list[bytes], kept: asyncio.Task[Body | None]) -> None:
         """Note what decode keeps of a request that it has answered. `names` are its `beginnings`."""
+        while self._kept and has_expired(*next(iter(self._kept.values()))):
+            self._kept.popitem(last=False)
         self._kept[names[-1]] = time.monotonic(), kept
         self._kept.move_to_end(names[-1])
         if len(self._kept) > MAX_CONVERSATIONS:
@@ -392,9 +394,17 @@ class Conversations:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TURN_WAIT_S):
                         kept = await task
-                    return kept if kept and time.monotonic() < since_s + kept["remote_keep_s"] else None
+                    return None if has_expired(since_s, task) else kept
                 return None
         return None
+
+
+def has_expired(since_s: float, task: asyncio.Task[Body | None]) -> bool:
+    """Whether a server has said that it keeps nothing, or no longer than until now."""
+    if not task.done():
+        return False
+    kept = None if task.cancelled() or task.exception() is not None else task.result()
+    return kept is None or time.monotonic() >= since_s + kept["remote_keep_s"]
 
 
 def beginnings(body: Body) -> list[bytes]:

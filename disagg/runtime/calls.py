@@ -121,7 +121,6 @@ def tell(runtime: Runtime, message: Callable[..., None], key: RequestKey, *, pee
     """Send a `message` of `Sessions`, `decline` or `want`, to every rank of a group that may write the request to this
     one.
     """
-    group = check_number(group, f"group of peer {peer!r}", 2**31)
 
     def send() -> None:
         agreement = runtime.directory.known_agreement(peer)

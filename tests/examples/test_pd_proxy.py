@@ -9,16 +9,19 @@ import asyncio
 import io
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, ClientSession, web
 
+from examples import pd_proxy
 from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end, main
 
 WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
@@ -1244,6 +1247,28 @@ def test_a_client_that_leaves_while_decode_says_what_it_keeps() -> None:
         handler = asyncio.create_task(conversations.take([b"one"]))
         with pytest.raises(asyncio.CancelledError):
             await handler
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_conversations_are_forgotten_with_what_servers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may come back to them."""
+
+    async def says(kept: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        return kept
+
+    async def scenario() -> None:
+        conversations, told = Conversations(), [KEPT, None, {**KEPT, "remote_keep_s": 1e6}, KEPT]
+        for number, kept in enumerate(told):
+            task = asyncio.create_task(says(kept))
+            await task
+            conversations.put([bytes([number])], task)
+        later_s = time.monotonic() + 60.0
+        monkeypatch.setattr(pd_proxy, "time", SimpleNamespace(monotonic=lambda: later_s))
+        conversations.put([b"new"], asyncio.create_task(asyncio.sleep(60)))
+        assert list(conversations._kept) == [bytes([2]), bytes([3]), b"new"]
+        assert await conversations.take([bytes([3])]) is None
+        assert await conversations.take([bytes([2])]) == told[2]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

@@ -526,3 +526,13 @@ def test_what_a_peer_writes_with_is_said_again_on_a_new_connection() -> None:
     finally:
         for rank in prefill + decode:
             rank.manager.close()
+
+
+@pytest.mark.parametrize("call", ["decline", "want"])
+def test_a_group_that_a_peer_does_not_have_is_refused(call: str) -> None:
+    with cluster(Side(), Side()) as instances:
+        manager = instances.decode[0].manager
+        tell = getattr(manager, call)
+        tell(new_request_id(), peer="prefill-0")
+        with pytest.raises(LocalProtocolError, match=r"group of peer 'prefill-0': expected .* found 1"):
+            tell(new_request_id(), peer="prefill-0", group=1)
