@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -72,6 +73,7 @@ class AutoBackend:
     def __init__(self, engines: Sequence[Backend], *, missing: Sequence[str] = (), staging: StagingShape | None = None) -> None:
         self._engines = list(engines)
         self._missing = list(missing)
+        self._former_writers = WeakKeyDictionary[ProcessWatch, set[str]]()
         self._staging = staging
         self._regions: tuple[MemoryRegion, ...] = ()
         self._used: list[Backend] = []
@@ -181,12 +183,15 @@ class AutoBackend:
         return own.engine.submit_spans(own.spans, batch)
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once proved by the engine that writes to the peer, and by those by which the peer may write here."""
+        """`QUIET` once proved by the engine that writes to the peer, and by those by which the peer may write here, or has
+        written by an earlier connection.
+        """
         own = _own(peer, AutoPeer)
         if own.engine.fence(own.peer, epoch=epoch) is not Fence.QUIET:
             return Fence.UNKNOWN
+        writers = {own.writer, *(self._former_writers.get(own.process, ()) if own.process is not None else ())}
         for other in own.others:
-            if own.writer not in ("", other.name):
+            if "" not in writers and other.name not in writers:
                 continue
             if own.process is None or not isinstance(other, ProvesByProcess) or not other.is_quiet_after(own.process):
                 return Fence.UNKNOWN
@@ -200,6 +205,8 @@ class AutoBackend:
 
     def disconnect(self, peer: RemotePeer) -> None:
         own = _own(peer, AutoPeer)
+        if own.process is not None:
+            self._former_writers.setdefault(own.process, set()).add(own.writer)
         own.engine.disconnect(own.peer)
 
     def close(self) -> None:

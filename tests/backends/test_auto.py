@@ -268,6 +268,23 @@ def test_a_fence_needs_only_the_proof_of_the_engine_that_the_peer_has_named(memo
     assert backend.engine_to(peer) == first.name
 
 
+def test_a_fence_needs_the_proof_of_an_engine_that_an_earlier_connection_used(memory: np.ndarray) -> None:
+    """Its bytes may still be under way, and rows of that connection are given back with those of the last one."""
+    first, second = Proof(BackendOptions()), Other(BackendOptions())
+    backend, target = opened(memory, first, second), opened(memory, Proof(BackendOptions()), Other(BackendOptions()))
+    identity = IdentitySocket()
+    process = ProcessWatch.attest(identity.name)
+    identity.close()
+    earlier, peer = (backend.connect(target.endpoint(), process=process, epoch=1) for _ in range(2))
+    for connection, writer in ((earlier, second.name), (peer, first.name)):
+        backend.written_by(connection, writer)
+        backend.disconnect(connection)
+    second.ended = False
+    assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    second.ended = True
+    assert backend.fence(peer, epoch=1) is Fence.QUIET
+
+
 def test_a_fence_needs_the_proof_of_every_engine_that_both_sides_have(memory: np.ndarray) -> None:
     """The peer may write by another engine than the one that reaches it from here."""
     first, second = Proof(BackendOptions()), Other(BackendOptions())
