@@ -158,7 +158,7 @@ def test_factors_of_a_long_rope_are_compared_where_there_is_one() -> None:
 def test_by_what_each_server_scales_a_yarns_keys_is_compared() -> None:
     """VLLM takes `attention_factor`, SGLang multiplies the usual factor by `attn_factor`."""
 
-    def words(**given: float) -> tuple[str, str]:
+    def words(**given: float) -> tuple[ModelId, ModelId]:
         rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **given}
         config = {**LLAMA, "rope_parameters": rope}
         return identity(config), identity(config, applied=replace(APPLIED, yarn_factor="attn_factor"))

@@ -193,8 +193,9 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
     with pytest.raises(ConfigError, match="expected no --enable-hierarchical-cache on a decode server with --pp-size above 1"):
         check(has_hicache=True)
     named = "encoder-decoder model" if option == "is_encoder_decoder" else f"--{option.replace('_', '-')}"
+    one: dict[str, Any] = {option: "x"}
     with pytest.raises(ConfigError, match=f"expected no {named}"):
-        check(**{option: "x"})
+        check(**one)
 
 
 def test_every_option_is_in_the_table() -> None:

@@ -141,7 +141,7 @@ def test_new_scales_of_each_head_are_noticed_if_the_largest_stays() -> None:
     by_head = SimpleNamespace(quant_method=method, _k_scale=torch.tensor([1, 0.5]), _v_scale=torch.tensor([1.0, 1]), **numbers)
     plain = SimpleNamespace(quant_method=None, _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0), **numbers)
     layers = {"a": by_head, "b": plain}
-    scales = Scales(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))  # type: ignore[arg-type]
+    scales = Scales(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))
     by_head._k_scale = by_head._k_scale.clone()
     assert not scales.have_changed()
     by_head._k_scale = torch.tensor([1, 0.25])
