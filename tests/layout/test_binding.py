@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Rows, Slot
-from disagg.layout.binding import bind, check_rows, listed_rows
+from disagg.layout.binding import bind, check_rows, check_share, listed_rows
 from disagg.layout.election import elect
 from disagg.layout.ownership import EVERYTHING, Intervals, Owned, Periodic, Share, interval
 from disagg.layout.placement import Placement, TensorPlacement
-from disagg.layout.plan import RowSpace, first_page, make_plan
+from disagg.layout.plan import ComponentPlan, RowSpace, first_page, make_plan
 from disagg.layout.tables import Axis, ComponentLayout, TensorLayout
 from disagg.testing.reference import Context
 from disagg.testing.scene import Case, Move, Scene
@@ -292,3 +292,17 @@ def test_all_listed_rows_where_the_tokens_are_not_known() -> None:
     slots = state("c", (0,), dim=(4, EVERYTHING))
     assert listed_rows(slots, pool(slots), Slot(2), (0, 8)).tolist() == [2]
     assert listed_rows(slots, pool(slots), Slot(6), None).tolist() == []
+
+
+def test_more_pages_than_a_share_of_that_length_has_are_refused() -> None:
+    """Rank 0 of two has three pages of 80 tokens, and two of 64."""
+    everything = RowSpace(16, 8, EVERYTHING)
+    share = ComponentPlan("c", RowSpace(16, 8, Share(0, 2, 16)), everything, ())
+    pages = Pages(np.array([1, 2, 3], np.int32))
+    check_share(share, pages, 80)
+    check_share(share, Pages(np.array([3], np.int32), 32), 80)
+    for listed in (pages, Pages(np.array([3], np.int32), 32)):
+        with pytest.raises(LayoutError, match="expected at most 2 pages, this rank's share of 64 tokens, found 3"):
+            check_share(share, listed, 64)
+    check_share(share, Slot(1), 64)
+    check_share(ComponentPlan("c", everything, everything, ()), pages, 16)
