@@ -342,7 +342,7 @@ class KVManager:
         of `receiver`.
         """
         self._make_known(peer, address, public_key)
-        self._check_group(peer, group)
+        group = self._group(peer, group)
         tell(self._runtime, self._runtime.sessions.decline, request_key(request_id, attempt), peer=peer, group=group)
 
     def want(
@@ -360,12 +360,12 @@ class KVManager:
         `receiver`.
         """
         self._make_known(peer, address, public_key)
-        self._check_group(peer, group)
+        group = self._group(peer, group)
         tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)
 
-    def _check_group(self, peer: str, group: int) -> None:
+    def _group(self, peer: str, group: int) -> int:
         known = self._runtime.directory.agreement(peer)
-        check_number(group, f"group of peer {peer!r}", 2**31 if known is None else known.num_groups)
+        return check_number(group, f"group of peer {peer!r}", 2**31 if known is None else known.num_groups)
 
     def events(self) -> list[Event]:
         """Every request that has ended since the last call, except those that a task has awaited. Call it at intervals, also if

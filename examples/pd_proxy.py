@@ -404,7 +404,7 @@ def has_expired(since_s: float, task: asyncio.Task[Body | None]) -> bool:
     if not task.done():
         return False
     kept = None if task.cancelled() or task.exception() is not None else task.result()
-    return kept is None or time.monotonic() >= since_s + kept["remote_keep_s"]
+    return not kept or time.monotonic() >= since_s + kept["remote_keep_s"]
 
 
 def beginnings(body: Body) -> list[bytes]:

@@ -10,7 +10,7 @@ from disagg.state import paged
 from disagg.state.declare import page_blocks
 from tests.support.cluster import DEADLINE_S
 
-PAGE, NUM_TOKENS = 16, 40
+PAGE = 16
 
 
 def start(name: str, topology: Topology, leader: KVManager | None = None) -> tuple[np.ndarray, KVManager]:

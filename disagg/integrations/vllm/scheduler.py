@@ -229,8 +229,8 @@ class SchedulerHalf:
             if hand_off is not None and self._leader is not None and hand_off.remote_engine_id == self._leader.engine_id:
                 if hand_off.remote_address != self._leader.address:  # it has restarted, or two servers have one name
                     self._warnings.warning(
-                        "this server computes what is handed over: remote_engine_id %r is its own name, at another address, "
-                        "%s; give each server an engine_id of its own",
+                        "requests from engine_id %r at %s are computed here, not loaded: that is also the name of this server; "
+                        "give each server an engine_id of its own",
                         hand_off.remote_engine_id, hand_off.remote_address,
                     )  # fmt: skip
                 self._step.given_up.append(hand_off.request_id)
