@@ -275,7 +275,7 @@ def test_one_request_serves_two_readers_with_different_windows() -> None:
     """Case 20 by token ranges: both readers are served from the same rows, which stay unchanged."""
     scene = Scene([swa_kind(tokens=12)], side(4), side(4, tp=2))
     request = scene.open(30)
-    plan = scene._plan(request, 0, 0)["window"]
+    plan = scene.plan(request, 0, 0)["window"]
     rows = request.source_rows[0]["window"]
     assert isinstance(rows, PageList)
     source = Pages(np.array(rows.ids, dtype=np.int32), rows.first_token)

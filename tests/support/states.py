@@ -137,11 +137,12 @@ class Scene:
         """The copies of every pair of ranks in the election."""
         found = []
         for source, destination in self.election.by_pair:
-            for name, plan in self._plan(request, source, destination).items():
+            for name, plan in self.plan(request, source, destination).items():
                 found.append(Move(source, destination, name, self.bind(request, plan, source, destination)))
         return found
 
-    def _plan(self, request: Request, source: int, destination: int) -> dict[str, ComponentPlan]:
+    def plan(self, request: Request, source: int, destination: int) -> dict[str, ComponentPlan]:
+        """The plan of each state between two ranks of the request's groups."""
         key = (request.source_group, request.destination_group, source, destination)
         if key not in self._plans:
             ours = self.source.group(request.source_group)[source]
