@@ -1,4 +1,4 @@
-"""The order of the bytes in a packed stream, which both sides derive by themselves: a part of the protocol that no message shows.
+"""The order of the bytes in a packed stream, which both sides derive by themselves: a part of the protocol in no message.
 
 `packed_order.txt` has a digest of each stream. A line may change only together with the protocol version.
 """
