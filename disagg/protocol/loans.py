@@ -2,7 +2,8 @@
 
 A loan is used once. The writer fills the slot and reports it until a `Lend` no longer lists the loan; the receiver unpacks
 the slot. A `Lend` lists every loan that the receiver takes for unfilled, and is repeated while there are any, so it may be
-lost, repeated or overtaken.
+lost, repeated or overtaken. So are loans to earlier connections of the same process: it returns them once it does not write
+to their slots any more.
 
 A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them, so what it never
 returns costs the others no more. Waiting writers are served in turn, a batch at a time: a message costs as much as copying
@@ -16,7 +17,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -44,8 +45,8 @@ class HeldLoans(Protocol):
     @property
     def wanted(self) -> int: ...
     def listed(self, loans: Sequence[tuple[int, int]], newest: int, /) -> tuple[int, ...]:
-        """Returns the loans that were given back before. Raises `RemoteProtocolError`, with nothing changed, for an
-        impossible list.
+        """Returns the loans that were given back before, or to earlier connections. Raises `RemoteProtocolError`, with
+        nothing changed, for an impossible list.
         """
 
     def give_back(self) -> tuple[int, ...]: ...
@@ -74,6 +75,13 @@ class Slots(Protocol):
 
     def renew(self, address: int, /) -> None:
         """Nobody writes to a replaced slot any more: it may replace another."""
+
+
+class _Lost(NamedTuple):
+    """A slot that a lost connection may still write; `replaced`: by another address."""
+
+    address: int
+    replaced: bool
 
 
 @dataclass(eq=False)
@@ -118,7 +126,7 @@ class Lender:
         self._retired: list[Account] = []  # with slots being unpacked
         self._waiting: deque[Account] = deque()
         self._changed: dict[Account, None] = {}
-        self._lost: dict[tuple[PeerRank, int], dict[int, bool]] = {}  # by address: whether it was replaced
+        self._lost: dict[tuple[PeerRank, int], dict[int, _Lost]] = {}  # by epoch, then by loan
 
     @property
     def num_lent(self) -> int:
@@ -127,7 +135,7 @@ class Lender:
     @property
     def num_lost(self) -> int:
         """Slots that lost writers may still write, and that no other address has replaced."""
-        return sum(not replaced for lost in tuple(self._lost.values()) for replaced in tuple(lost.values()))
+        return sum(not each.replaced for lost in tuple(self._lost.values()) for each in tuple(lost.values()))
 
     @property
     def problem(self) -> str:
@@ -147,6 +155,8 @@ class Lender:
                 self._retire(account)
             number = next(self._numbers)
             account = self._accounts[peer] = Account(peer, epoch, generation, number, number)
+            if self._earlier(account):
+                self._changed[account] = None
         return Lending(slot_nbytes=self._slots.slot_nbytes, first=account.first)
 
     def ahead(self, peer: PeerRank) -> None:
@@ -166,6 +176,8 @@ class Lender:
             address = account.unfilled.pop(number, None)
             if address is not None:
                 self._slots.give_back(address)
+            elif (lost := self._earlier(account).pop(number, None)) is not None:
+                self._reuse(lost)
         unseen = sum(number > message.seen for number in account.unfilled)
         account.wants = max(0, message.wanted - unseen)
         if account.wants and account not in self._waiting:
@@ -243,14 +255,14 @@ class Lender:
             self._retire(self._accounts.pop(peer))
 
     def _retire(self, account: Account) -> None:
-        """Slots that the connection may still write to are not lent before `peer_quiet`, which may never come. Other
-        addresses replace them, as long as there are any.
+        """Slots that the connection may still write to are not lent before the process returns them on a later connection,
+        or `peer_quiet`, which may never come. Other addresses replace them, as long as there are any.
         """
         assert self._slots is not None
         self._changed.pop(account, None)
         if account.unfilled:
             lost = self._lost.setdefault((account.peer, account.epoch), {})
-            lost |= {address: self._slots.replace(address) for address in account.unfilled.values()}
+            lost |= {number: _Lost(address, self._slots.replace(address)) for number, address in account.unfilled.items()}
         account.unfilled.clear()
         if account in self._waiting:
             self._waiting.remove(account)
@@ -259,22 +271,31 @@ class Lender:
         self._serve()
 
     def peer_quiet(self, peer: PeerRank, epoch: int) -> None:
-        for address, replaced in self._lost.pop((peer, epoch), {}).items():
-            assert self._slots is not None
-            (self._slots.renew if replaced else self._slots.give_back)(address)
+        for lost in self._lost.pop((peer, epoch), {}).values():
+            self._reuse(lost)
         if self._slots is not None:
             self._serve()
 
+    def _reuse(self, lost: _Lost) -> None:
+        """Nobody writes to the slot any more."""
+        assert self._slots is not None
+        (self._slots.renew if lost.replaced else self._slots.give_back)(lost.address)
+
+    def _earlier(self, account: Account) -> dict[int, _Lost]:
+        """What was lent to earlier connections of the same process."""
+        return self._lost.get((account.peer, account.epoch), {})
+
     def tick(self, now: float) -> None:
-        """List unfilled loans again: the message or its answer may be lost."""
+        """List loans again: the message or its answer may be lost."""
         if now < self.next_tick:
             return
         self.next_tick = NEVER
         for account in self._accounts.values():
-            if now >= account.retry_at and account.unfilled:
+            if not (account.unfilled or self._earlier(account)):
+                continue
+            if now >= account.retry_at:
                 self._list(account, now)
-            if account.unfilled:
-                self.next_tick = min(self.next_tick, account.retry_at)
+            self.next_tick = min(self.next_tick, account.retry_at)
 
     def flush(self, now: float) -> None:
         changed, self._changed = self._changed, {}
@@ -285,9 +306,12 @@ class Lender:
 
     def _list(self, account: Account, now: float) -> None:
         account.retry_at = NEVER
-        if account.unfilled:
+        assert self._slots is not None
+        earlier = ((number, lost.address) for number, lost in reversed(self._earlier(account).items()))
+        loans = (*account.unfilled.items(), *itertools.islice(earlier, self._slots.total))  # the others once these are back
+        if loans:
             back_off(account, self._limits, now)
-        self._effects.append(SendMessage(account.peer, Lend(loans=tuple(account.unfilled.items()), newest=account.newest)))
+        self._effects.append(SendMessage(account.peer, Lend(loans=loans, newest=account.newest)))
 
 
 M = TypeVar("M", SlotsFilled, Borrow)

@@ -281,7 +281,8 @@ class Outcome(RequestMessage, frozen=True, tag="outcome", kw_only=True):
 
 class Lend(Message, frozen=True, tag="lend", kw_only=True):
     """The writer's loans whose slots are not filled, as far as the receiver knows: number and address of each. `newest` is the
-    number of the last loan; an older one that is not listed has been filled or returned.
+    number of the last loan; an older one that is not listed has been filled or returned. Loans to earlier connections of
+    the writer's process are listed too, until it returns them: it does not write to their slots any more.
     """
 
     loans: Many[tuple[Nonce, SlotAddress]]

@@ -118,6 +118,7 @@ class Handshake:
         self._endpoint = b""
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
+        self._writing: dict[PeerRank, set[int]] = {}  # loans, over all connections
 
     @property
     def me(self) -> PeerRank:
@@ -281,16 +282,19 @@ class Handshake:
         """A function that connects the engine and plans. It may block for as long as the engine waits for the peer, so
         another thread calls it.
         """
-        return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome)
+        writing = self._writing.setdefault(peer, set())
+        return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome, writing)
 
-    def _connect(self, agreement: Agreement, peer: PeerRank, welcome: Welcome) -> RemoteRank:
+    def _connect(self, agreement: Agreement, peer: PeerRank, welcome: Welcome, writing: set[int]) -> RemoteRank:
         if short := shortage():
             raise PeerUnreachable(f"{peer}: {short}")
         placements = decode_placements(welcome.placements)
         _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
         plan, incoming = agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
         lending = welcome.lending
-        loans = Loans(lending.slot_nbytes, lending.first, regions) if lending is not None and self._pack_below else None
+        loans = None
+        if lending is not None and self._pack_below:
+            loans = Loans(lending.slot_nbytes, lending.first, regions, writing)
         if loans is None and not welcome.direct:
             raise PeerUnreachable(
                 f"{peer} lets only its own process write rows, and no slots can be filled here: pack_below is 0"
@@ -355,6 +359,8 @@ class Handshake:
         found = self._instances.get(instance)
         if found is not None and not found.connected():
             del self._instances[instance]
+            for peer in [each for each, writing in self._writing.items() if each.instance == instance and not writing]:
+                del self._writing[peer]
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
         try:
@@ -369,6 +375,8 @@ class Handshake:
         if rank is None or rank.epoch != epoch:
             return None
         found.remote = None
+        if rank.loans is not None:
+            rank.loans.close()
         self.discard(peer, rank)
         return rank
 

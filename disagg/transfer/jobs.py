@@ -141,9 +141,7 @@ class Settled(msgspec.Struct, kw_only=True):
 
 
 class Broken(msgspec.Struct):
-    """Report: a slot of `peer` may still be written, and nobody can say for how long. What replaces such slots is the end of
-    the connection.
-    """
+    """Report: a slot of `peer` may still be written, and nobody can say for how long. A new connection gets other slots."""
 
     ticket: Hashable
     peer: RemotePeer

@@ -215,6 +215,7 @@ class PackedWrite:
     def _settle(self, write: _SlotWrite, status: TransferStatus) -> None:
         if status is TransferStatus.DONE and not self._report.error:
             self._give_back(write)
+            self._loans.written(write.filled.loan)
             self._filled.append(write.filled)
         else:
             self._drop(write)

@@ -202,17 +202,20 @@ class LentSlots:
 
 class Loans:
     """A peer's loans as its writer sees them. Thread-safe. Loans up to number `first` are of earlier connections. A slot
-    outside the peer's registered `regions` is not used.
+    outside the peer's registered `regions` is not used. `writing` are the loans of all connections to the peer's process
+    whose slots are being written, or may be.
     """
 
-    def __init__(self, slot_nbytes: int, first: int, regions: Sequence[RemoteRegion]) -> None:
+    def __init__(self, slot_nbytes: int, first: int, regions: Sequence[RemoteRegion], writing: set[int]) -> None:
         self.slot_nbytes = slot_nbytes
         self._first = self.seen = first
         self._regions = RegionIndex(regions)
         self._lock = threading.Lock()
         self._free: dict[int, int] = {}
         self._used: set[int] = set()
+        self._writing = writing
         self._demand = 0
+        self._is_open = True
 
     @property
     def num_free(self) -> int:
@@ -230,22 +233,33 @@ class Loans:
 
     def take(self) -> tuple[int, int] | None:
         with self._lock:
-            if not self._free:
+            if not (self._free and self._is_open):
                 return None
             number = next(iter(self._free))
             self._used.add(number)
+            self._writing.add(number)
             self._demand -= 1
             return number, self._free.pop(number)
 
     def put_back(self, number: int, address: int) -> None:
         """The slot was not written, and will not be."""
         with self._lock:
+            self._writing.discard(number)
             self._used.discard(number)
             self._free[number] = address
 
+    def written(self, number: int) -> None:
+        """The slot is not written any more."""
+        self._writing.discard(number)
+
+    def close(self) -> None:
+        """The connection has ended: no loan is used any more."""
+        with self._lock:
+            self._is_open = False
+
     def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
-        """The peer lists its loans. Returns those that were given back before. Raises `RemoteProtocolError` for an invalid
-        list, with nothing changed.
+        """The peer lists its loans. Returns those that were given back before, and those of earlier connections whose slots
+        are not written any more. Raises `RemoteProtocolError` for an invalid list, with nothing changed.
         """
         number_at: dict[int, int] = {}
         for number, address in loans:
@@ -264,7 +278,8 @@ class Loans:
                 raise RemoteProtocolError(
                     f"loan: slot [{start:#x}, {start + self.slot_nbytes:#x}) is in no region that the peer has registered"
                 )
-            forgotten = tuple(number for number, _ in loans if self._first < number <= self.seen and number not in known)
+            known |= self._writing
+            forgotten = tuple(number for number, _ in loans if number <= self.seen and number not in known)
             numbers = {number for number, _ in loans}
             self._used = {number for number in self._used if number in numbers or number > newest}
             self._free = {number: found for number, found in self._free.items() if number in numbers or number > newest}

@@ -152,7 +152,7 @@ class Staging:
         if loans is None or opened != epoch:
             lending = destination.sessions.lender.open(source.name, epoch, 0)
             assert lending is not None
-            loans = Loans(lending.slot_nbytes, lending.first, (RemoteRegion(1, 1 << 40),))
+            loans = Loans(lending.slot_nbytes, lending.first, (RemoteRegion(1, 1 << 40),), set())
             self._loans[source, destination.name] = epoch, loans
             source.heard[destination.name] = max(destination.born, source.heard.get(destination.name, 0))
         return loans

@@ -25,7 +25,8 @@ class Pool:
     slot_nbytes = 512
 
     def __init__(self, total: int = 12, window: int = 4, spare: int = 0, batch: int = 1) -> None:
-        self.total, self.window, self.spare, self.batch = total, window, spare, batch
+        self.total, self.window, self.batch = total, window, batch
+        self.unused = [(1 << 20) + 4096 * number for number in range(spare)]
         self.free = [4096 * number for number in range(1, total + 1)]
 
     @property
@@ -39,16 +40,19 @@ class Pool:
         assert address not in self.free
         self.free.append(address)
 
+    @property
+    def spare(self) -> int:
+        return len(self.unused)
+
     def replace(self, address: int) -> bool:
-        if not self.spare:
+        if not self.unused:
             return False
-        self.spare -= 1
-        self.free.append((1 << 20) + 4096 * self.spare)
+        self.free.append(self.unused.pop(0))
         return True
 
     def renew(self, address: int) -> None:
-        assert address not in self.free
-        self.spare += 1
+        assert address not in (*self.free, *self.unused)
+        self.unused.append(address)
 
 
 def make(pool: Pool, *peers: PeerRank) -> Lender:
@@ -320,7 +324,9 @@ def test_a_rank_that_connects_again_and_again_leaves_slots_for_others() -> None:
     lender = make(pool, PEER, SIBLING)
     for generation in range(1, 20):
         wants(lender, PEER, 4)
-        assert len(listed(lender)[PEER]) == 4
+        loans, first = listed(lender)[PEER], lender._accounts[PEER].first
+        assert sum(number > first for number, _ in loans) == 4
+        assert len(loans) <= 4 + pool.total, "not all of the others at once"
         lender.open(PEER, 7, generation)
     wants(lender, SIBLING, 4)
     assert len(listed(lender)[SIBLING]) == 4
@@ -523,3 +529,40 @@ def test_slots_of_an_instance_that_is_forgotten_are_lost() -> None:
     wants(lender, PeerRank("prefill-1", 0), 1)
     lender.forget("prefill-0")
     assert (pool.num_free, lender.num_lost, lender.num_lent) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("spare", [0, 100])
+def test_slots_lent_to_an_earlier_connection_come_back_from_the_same_process(spare: int) -> None:
+    """Nothing proves a process of another host quiet while it lives."""
+    pool = Pool(total=4, window=4, spare=spare)
+    lender = make(pool, PEER)
+    for generation in range(1, 6):
+        wants(lender, PEER, 4)
+        assert len(listed(lender)[PEER]) > 0
+        free = pool.num_free
+        lender.peer_lost(PEER, 7, generation - 1)
+        assert (pool.num_free == 4) is (spare > 0)
+        assert pool.num_free >= free
+        lender.open(PEER, 7, generation)
+        earlier = listed(lender)[PEER]
+        lender.tick(10.0)
+        assert listed(lender)[PEER] == earlier, "again, until they are returned"
+        wants(lender, PEER, 0, returned=[number for number, _ in earlier])
+        assert (pool.num_free, lender.num_lost, lender.problem) == (4, 0, "")
+        assert pool.spare == spare
+        lender.tick(100.0)
+        assert told(lender) == []
+
+
+def test_another_process_returns_no_slots_of_the_last_one() -> None:
+    pool = Pool(total=4, window=4)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 4)
+    earlier = [number for number, _ in listed(lender)[PEER]]
+    lender.peer_lost(PEER, 7, 0)
+    lender.open(PEER, 8, 0)
+    assert listed(lender) == {}
+    wants(lender, PEER, 0, returned=earlier)
+    assert lender.num_lost == len(earlier)
+    lender.peer_quiet(PEER, 7)
+    assert (pool.num_free, lender.num_lost) == (4, 0)

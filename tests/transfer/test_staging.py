@@ -113,14 +113,16 @@ REGION = (RemoteRegion(4096, 4096),)
 
 
 def test_each_loan_is_used_once_whatever_is_listed_again() -> None:
-    loans = Loans(512, 10, REGION)
-    assert loans.listed(((9, 4096), (10, 4608)), 10) == (), "loans of earlier connections"
+    loans = Loans(512, 10, REGION, set())
+    assert loans.listed(((9, 4096), (10, 4608)), 10) == (9, 10), "loans of earlier connections"
     assert loans.take() is None
     assert loans.listed(((11, 4096), (12, 4608)), 12) == ()
     assert loans.take() == (11, 4096)
     assert loans.listed(((11, 4096), (12, 4608)), 12) == ()
     assert loans.take() == (12, 4608)
     assert loans.take() is None
+    loans.written(11)
+    loans.written(12)
     assert loans.listed((), 12) == (), "both have arrived"
     assert loans.listed(((12, 4608),), 12) == (12,), "an overtaken list: giving it back twice does no harm"
     assert loans.take() is None
@@ -128,7 +130,7 @@ def test_each_loan_is_used_once_whatever_is_listed_again() -> None:
 
 
 def test_what_was_given_back_is_given_back_again_if_it_is_listed() -> None:
-    loans = Loans(512, 0, REGION)
+    loans = Loans(512, 0, REGION, set())
     loans.listed(((1, 4096), (2, 4608)), 2)
     assert loans.give_back() == (1, 2)
     assert loans.give_back() == ()
@@ -138,8 +140,27 @@ def test_what_was_given_back_is_given_back_again_if_it_is_listed() -> None:
     assert loans.take() == (3, 5120), "nothing was written"
 
 
+def test_loans_of_earlier_connections_are_returned_once_their_slots_are_not_written_any_more() -> None:
+    writing: set[int] = set()
+    earlier = Loans(512, 0, REGION, writing)
+    earlier.listed(((1, 4096), (2, 4608), (3, 5120), (4, 5632)), 4)
+    written, dropped = earlier.take(), earlier.take()
+    assert (written, dropped) == ((1, 4096), (2, 4608))
+    assert earlier.listed(((1, 4096), (2, 4608), (3, 5120), (4, 5632)), 4) == (), "they are in use"
+    earlier.close()
+    assert earlier.take() is None, "a job of the ended connection"
+    later = Loans(512, 10, REGION, writing)
+    lost = ((1, 4096), (2, 4608), (3, 5120), (4, 5632))
+    assert later.listed((*lost, (11, 6144)), 11) == (3, 4)
+    earlier.written(1)
+    assert later.listed(lost, 11) == (1, 3, 4)
+    earlier.put_back(2, 4608)
+    assert earlier.take() is None
+    assert later.listed(lost, 11) == (1, 2, 3, 4)
+
+
 def test_free_loans_that_are_listed_no_more_are_dropped() -> None:
-    loans = Loans(512, 0, REGION)
+    loans = Loans(512, 0, REGION, set())
     for number in range(1, 100):
         assert loans.listed(((number, 4096),), number) == ()
     assert loans.num_free == 1
@@ -148,7 +169,7 @@ def test_free_loans_that_are_listed_no_more_are_dropped() -> None:
 
 
 def test_slots_are_wanted_beside_those_that_are_free() -> None:
-    loans = Loans(512, 0, REGION)
+    loans = Loans(512, 0, REGION, set())
     loans.want(3)
     assert loans.wanted == 3
     loans.listed(((1, 4096),), 1)
@@ -160,7 +181,7 @@ def test_slots_are_wanted_beside_those_that_are_free() -> None:
 
 
 def test_a_slot_outside_the_peers_regions_is_refused() -> None:
-    loans = Loans(512, 0, (RemoteRegion(4096, 1023),))
+    loans = Loans(512, 0, (RemoteRegion(4096, 1023),), set())
     with pytest.raises(RemoteProtocolError, match="in no region that the peer has registered"):
         loans.listed(((1, 4096), (2, 4608)), 2)
     assert loans.take() is None
@@ -176,7 +197,7 @@ def test_a_slot_outside_the_peers_regions_is_refused() -> None:
     ids=["above the newest", "an address twice", "an address twice, once of a loan that is known"],
 )
 def test_a_list_that_cannot_be_is_refused_and_changes_nothing(listed: tuple[tuple[int, int], ...], found: str) -> None:
-    loans = Loans(512, 0, REGION)
+    loans = Loans(512, 0, REGION, set())
     loans.listed(((1, 4096),), 1)
     with pytest.raises(RemoteProtocolError, match=found):
         loans.listed(listed, 3)
