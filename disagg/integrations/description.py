@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from disagg.core.errors import ConfigError
 from disagg.integrations.shaping import DEFAULTED, IGNORED, LAYOUT, PATTERN, ROTARY
@@ -71,20 +72,40 @@ def described_overrides(overridden: Mapping[str, Any], loaded: Any) -> tuple[str
     return words({key: value for key, value in fields.items() if not is_ignored(key) and key not in ROTARY | LAYOUT})
 
 
-def rotary(text: Any, *, long_rope: str, yarn_factor: str) -> tuple[str, ...]:
-    """`long_rope` is added to a `longrope`. `yarn_factor`: the field from which the server takes how K is scaled."""
+@dataclass(frozen=True, kw_only=True)
+class RopeRules:
+    """What servers read differently. `long_rope`: the factors of a `longrope`. `yarn_factor`: the field from which the server
+    takes how K is scaled. `dynamic_length`: what it compares the length of a `dynamic` embedding without `alpha` with, so
+    that the base of one is its `rope_theta`, of the other more.
+    """
+
+    long_rope: Literal["short", "long", "by_batch"]
+    yarn_factor: Literal["attention_factor", "attn_factor"] = "attention_factor"
+    dynamic_length: Literal["trained", "scaled"] = "trained"
+
+
+def rotary(text: Any, rules: RopeRules) -> tuple[str, ...]:
+    length = getattr(text, "max_position_embeddings", None)
+    found = {name: _rotary(each, length, rules) for name, each in ropes(text).items()}
+    return words({"rope": found.get("", found)})
+
+
+def ropes(text: Any) -> dict[str, Mapping[str, Any]]:
+    """The loaded parameters of the rotary embeddings, by kind of layer, or of the only one by an empty name."""
     given = getattr(text, "rope_parameters", None)
     if given is None:  # before version 5 of transformers
         given = {"rope_theta": getattr(text, "rope_theta", None), **(getattr(text, "rope_scaling", None) or {})}
-    length = getattr(text, "max_position_embeddings", None)
-    by_kind = {name: _rotary(each, length, long_rope, yarn_factor) for name, each in given.items() if isinstance(each, Mapping)}
-    return words({"rope": by_kind or _rotary(given, length, long_rope, yarn_factor)})
+    return {name: each for name, each in given.items() if isinstance(each, Mapping)} or {"": given}
 
 
-def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str, yarn_factor: str) -> dict[str, Any]:
-    """The loaded values without defaults, and with the length from which the embedding is made."""
+def rope_kind(given: Mapping[str, Any]) -> str:
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = _ALIKE.get(kind, kind)
+    return _ALIKE.get(kind, kind)
+
+
+def _rotary(given: Mapping[str, Any], max_position: int | None, rules: RopeRules) -> dict[str, Any]:
+    """The loaded values without defaults, and with the length from which the embedding is made."""
+    kind = rope_kind(given)
     found = {name: value for name, value in given.items() if name not in ("type", "rope_type") and value is not None}
     if found.get("partial_rotary_factor") == 1:
         del found["partial_rotary_factor"]
@@ -93,9 +114,11 @@ def _rotary(given: Mapping[str, Any], max_position: int | None, long_rope: str, 
     if kind != "linear" and not (kind in _HAS_LENGTH and "original_max_position_embeddings" in found):
         found["max_position"] = max_position
     if kind == "longrope":
-        found["factors"] = long_rope
+        found["factors"] = rules.long_rope
     if kind == "yarn" and _has_unusual_factor(found):
-        found["scaled_by"] = yarn_factor
+        found["scaled_by"] = rules.yarn_factor
+    if kind == "dynamic" and "alpha" not in found:
+        found["length"] = rules.dynamic_length
     return {"type": kind, **found}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disagg.core.errors import ConfigError
-from disagg.integrations.description import described, described_overrides, digest, ranges, rotary, words
+from disagg.integrations.description import RopeRules, described, described_overrides, digest, ranges, rotary, words
 from disagg.layout.agreement import ModelId
 from disagg.models import from_config
 
@@ -55,14 +55,12 @@ class Source:
 @dataclass(frozen=True, kw_only=True)
 class Applied:
     """What a server's layers compute with. `windows`: how many tokens before the next one a layer attends to. `kv_scales`:
-    by what quantized K and V are multiplied. `long_rope`: the factors of a `longrope`. `yarn_factor`: as in `rotary`.
-    `options`: those that change states, if set.
+    by what quantized K and V are multiplied. `options`: those that change states, if set.
     """
 
     windows: Mapping[int, int]
     kv_scales: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    long_rope: Literal["short", "long", "by_batch"]
-    yarn_factor: Literal["attention_factor", "attn_factor"] = "attention_factor"
+    rope: RopeRules
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def words(self) -> tuple[str, ...]:
@@ -87,7 +85,7 @@ def model_id(source: Source, applied: Applied, conventions: Conventions, *, name
         description = described(source.config, overridden=source.overridden, loaded=source.loaded, text=source.text)
     else:
         description = described_overrides(source.overridden, source.loaded)
-    positions = rotary(source.text, long_rope=applied.long_rope, yarn_factor=applied.yarn_factor)
+    positions = rotary(source.text, applied.rope)
     return ModelId(name, " ".join((*applied.words(), *positions, str(conventions), *description)))
 
 

@@ -130,7 +130,7 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
         _row(_COMPARED, "`windows`: the layers' own", "disable_sliding_window"),
         _row(_COMPARED, "its value, if it is set", "model_class_overrides"),
         _row(_REQUEST, "the request's key", "enable_prompt_embeds"),
-        _row(_NONE, "another implementation of the same model; the windows that it applies are compared", "model_impl"),
+        _row(_COMPARED, "`model_impl`, if `transformers` is set, or implements latent attention", "model_impl"),
         _row(_COMPARED, "`attn_temperature_tuning`, which Llama 4 reads there: the value that the server has loaded", """
             generation_config override_generation_config"""),
         _row(_NONE, _WEIGHTS, """

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from disagg import ConfigError, ModelId
+from disagg.integrations.description import RopeRules
 from disagg.integrations.identity import (
     Applied,
     Conventions,
@@ -29,7 +30,8 @@ from disagg.integrations.options import Options
 from disagg.layout.agreement import differing_words
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
-APPLIED = Applied(windows={}, long_rope="short")
+ROPE = RopeRules(long_rope="short")
+APPLIED = Applied(windows={}, rope=ROPE)
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -149,7 +151,7 @@ def test_the_maximum_length_counts_where_an_embedding_is_made_from_it(rope: dict
 
 def test_factors_of_a_long_rope_are_compared_where_there_is_one() -> None:
     long_rope = {**LLAMA, "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}
-    by_batch = replace(APPLIED, long_rope="by_batch")
+    by_batch = replace(APPLIED, rope=replace(ROPE, long_rope="by_batch"))
     assert identity(LLAMA) == identity(LLAMA, applied=by_batch)
     found = differences(identity(long_rope), identity(long_rope, applied=by_batch))
     assert found == ('rope.factors="short"', 'rope.factors="by_batch"')
@@ -161,7 +163,7 @@ def test_by_what_each_server_scales_a_yarns_keys_is_compared() -> None:
     def words(**given: float) -> tuple[ModelId, ModelId]:
         rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **given}
         config = {**LLAMA, "rope_parameters": rope}
-        return identity(config), identity(config, applied=replace(APPLIED, yarn_factor="attn_factor"))
+        return identity(config), identity(config, applied=replace(APPLIED, rope=replace(ROPE, yarn_factor="attn_factor")))
 
     usual = words()
     assert usual[0] == usual[1]
@@ -172,6 +174,20 @@ def test_by_what_each_server_scales_a_yarns_keys_is_compared() -> None:
     by_quotient = {"mscale": 1.0, "mscale_all_dim": 1.0}
     assert words(attention_factor=1.0, **by_quotient) == words(**by_quotient)
     assert differences(*words(attention_factor=0.1 * math.log(8.0) + 1, **by_quotient)) == read
+
+
+def test_with_what_each_server_compares_the_length_of_a_dynamic_embedding_is_compared() -> None:
+    """VLLM with the trained length, so its base stays; SGLang with the scaled one."""
+    scaled = replace(APPLIED, rope=replace(ROPE, dynamic_length="scaled"))
+
+    def words(**given: Any) -> tuple[ModelId, ModelId]:
+        config = {**LLAMA, "rope_parameters": given}
+        return identity(config), identity(config, applied=scaled)
+
+    assert differences(*words(rope_type="dynamic", factor=6.0)) == ('rope.length="trained"', 'rope.length="scaled"')
+    for given in ({"rope_type": "dynamic", "alpha": 1000.0}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}):
+        one, other = words(**given)
+        assert one == other
 
 
 GROUPED, PLAIN = {"num_key_value_heads": 2}, {"num_key_value_heads": 4}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from disagg.core.errors import ConfigError, LocalProtocolError
+from disagg.integrations.description import RopeRules, rope_kind, ropes
 from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
 from disagg.layout.agreement import ModelId
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
+
+ROTARY = "sglang.srt.layers.rotary_embedding"
+SCALED = {"linear", "llama3", "yarn", "dynamic", "longrope"}
+UNSCALED = {"RotaryEmbedding", "MRotaryEmbedding"}
+"""The classes of rotary embeddings that scale nothing."""
+FUSED = "fused"
 
 
 def read_source(config: Any, file: str | None, *, name: str | None) -> Source:
@@ -50,12 +58,39 @@ def identify(
     found: dict[int, int] = {}
     all_scales: dict[int, tuple[float, ...]] = {}
     given = {name: value for name, value in options.items() if value}
-    for stage in from_stages((windows(runner.model), scales, rotates_index_keys(runner.model))):
+    kinds: set[str] = set()
+    for stage in from_stages((windows(runner.model), scales, rotates_index_keys(runner.model), rope_classes(runner.model))):
         found |= stage[0]
         all_scales |= stage[1]
         given |= {"index_keys": "rotated"} if stage[2] else {}
-    applied = Applied(windows=found, kv_scales=all_scales, long_rope="by_batch", yarn_factor="attn_factor", options=given)
+        kinds |= stage[3]
+    rope, changes = read_ropes(source.text, kinds)
+    applied = Applied(windows=found, kv_scales=all_scales, rope=rope, options={**given, **changes})
     return model_id(source, applied, CONVENTIONS, name=name)
+
+
+def rope_classes(model: Any) -> set[str]:
+    """The names of SGLang's rotary embeddings in the model, and `FUSED` if its kernel computes one by itself."""
+    found = {type(each).__name__ for each in model.modules() if type(each).__module__.startswith(ROTARY)}
+    fused = (each for each in model.modules() if getattr(each, "use_fused_qk_norm_rope", False))
+    return found | {FUSED for each in fused if hasattr(sys.modules[type(each).__module__], "compute_yarn_parameters")}
+
+
+def read_ropes(text: Any, classes: set[str]) -> tuple[RopeRules, dict[str, Any]]:
+    """How SGLang reads rotary embeddings, and what it makes of them that their parameters do not show. Some of its models
+    never read a scaling. `compute_yarn_parameters` reads other fields than the rest.
+    """
+    changes: dict[str, Any] = {}
+    given = ropes(text)
+    if SCALED & {rope_kind(each) for each in given.values()} and classes and classes <= UNSCALED:
+        changes["rope_scaling"] = "not read"
+    fused = FUSED in classes
+    for each in given.values() if fused else ():
+        original, factor = each.get("original_max_position_embeddings"), each.get("factor") or 1.0
+        if rope_kind(each) == "yarn" and original and factor != (found := text.max_position_embeddings / original):
+            changes["fused_rope_factor"] = found
+    yarn: Literal["attention_factor", "attn_factor"] = "attention_factor" if fused else "attn_factor"
+    return RopeRules(long_rope="by_batch", yarn_factor=yarn, dynamic_length="scaled"), changes
 
 
 def windows(model: Any) -> dict[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import cached_file
@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from disagg.core.errors import ConfigError
 from disagg.core.formats import QUANTIZED
 from disagg.core.topology import Topology
-from disagg.integrations.description import described, digest, rotary, words
+from disagg.integrations.description import RopeRules, described, digest, rotary, words
 from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
 from disagg.integrations.vllm.formats import has_scales
 from disagg.integrations.vllm.groups import Group, Kind
@@ -66,7 +66,7 @@ def identify(
     for stage in from_stages(own):
         windows |= stage[0]
         scales |= stage[1]
-    applied = Applied(windows=windows, kv_scales=scales, long_rope=_long_rope(model), options=_options(config))
+    applied = Applied(windows=windows, kv_scales=scales, rope=_rope(model), options=_options(config))
     return model_id(source, applied, CONVENTIONS, name=name)
 
 
@@ -84,14 +84,14 @@ def identify_draft(config: VllmConfig, groups: Sequence[Group], topology: Topolo
     applied = Applied(
         windows=_windows(config, groups, None),
         kv_scales=_kv_scales(config, groups, None, int(model.get_total_num_kv_heads()), from_tp),
-        long_rope=_long_rope(model),
+        rope=_rope(model),
         options={name: value for name, value in options.items() if value},
     )
     loaded, text = model.hf_config, model.hf_text_config
     found = (
         *applied.words(),
         *words(layers),
-        *rotary(text, long_rope=applied.long_rope, yarn_factor=applied.yarn_factor),
+        *rotary(text, applied.rope),
         *described(_draft_config(model), overridden={}, loaded=loaded, text=text),
     )
     chosen = digest(" ".join(found)).removeprefix("#")
@@ -131,18 +131,21 @@ def draft_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
     return int(spec.num_kv_heads) * topology.tp
 
 
-def head_counts(config: object) -> set[int]:
-    """All numbers of KV heads in a configuration."""
+def head_counts(config: object, num_attention_heads: int = 0) -> set[int]:
+    """All numbers of KV heads in a configuration. Nemotron-NAS gives query heads per KV head, by block."""
     if isinstance(config, list):
-        return set().union(*map(head_counts, config))
+        return set().union(*(head_counts(each, num_attention_heads) for each in config))
     if not isinstance(config, dict):
         return set()
+    num_attention_heads = config.get("num_attention_heads") or num_attention_heads
     found = set()
     for name, value in config.items():
         if any(part in str(name) for part in ("key_value_head", "kv_head", "attention_group")):
             found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+        elif name == "n_heads_in_group" and value:
+            found.add(num_attention_heads // value)
         else:
-            found |= head_counts(value)
+            found |= head_counts(value, num_attention_heads)
     return found
 
 
@@ -171,30 +174,45 @@ class Scales:
     """The scales of K and V that a server's layers had when this was made."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self._config = config
-        self._found = self._by_layer()
+        self._layers = config.compilation_config.static_forward_context
+        self._found = {name: _Found.of(self._layers[name]) for name in self._names()}
 
     def have_changed(self) -> bool:
-        """New weights may bring others. Waits for a GPU only if layers with scales by head have got new tensors."""
-        now = self._by_layer()
-        if now.keys() != self._found.keys() or any(_differ(self._found[layer], found) for layer, found in now.items()):
+        """New weights may bring others. Waits for a GPU only after layers with scales by head have got new ones."""
+        if self._names() != self._found.keys():
             return True
-        self._found = now
+        for name, known in self._found.items():
+            attention = self._layers[name]
+            if known.is_of(attention):
+                continue
+            if not known.equals(found := _Found.of(attention)):
+                return True
+            self._found[name] = found
         return False
 
-    def _by_layer(self) -> dict[str, tuple[Any, ...]]:
-        """Numbers; for layers with scales by head, of which vLLM's numbers are the largest, the tensors."""
-        layers = self._config.compilation_config.static_forward_context.items()
-        return {
-            name: (each._k_scale, each._v_scale) if _has_scales_by_head(each) else (each._k_scale_float, each._v_scale_float)
-            for name, each in layers
-            if hasattr(each, "_k_scale_float")
-        }
+    def _names(self) -> set[str]:
+        return {name for name, each in self._layers.items() if hasattr(each, "_k_scale_float")}
 
 
-def _differ(scales: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    pairs = zip(scales, others, strict=True)
-    return any(one is not other and bool(torch.as_tensor(one != other).any()) for one, other in pairs)
+class _Found(NamedTuple):
+    """A layer's scales: vLLM's numbers, and a copy of those by head, of which the numbers are the largest."""
+
+    numbers: tuple[float, float]
+    by_head: torch.Tensor | None
+
+    @classmethod
+    def of(cls, attention: Any) -> _Found:
+        by_head = torch.stack((attention._k_scale, attention._v_scale)) if _has_scales_by_head(attention) else None
+        return cls((attention._k_scale_float, attention._v_scale_float), by_head)
+
+    def is_of(self, attention: Any) -> bool:
+        """Whether they were set only once since. Loading sets new numbers, but copies into the same tensors."""
+        return self.numbers[0] is attention._k_scale_float and self.numbers[1] is attention._v_scale_float
+
+    def equals(self, other: _Found) -> bool:
+        if self.numbers != other.numbers or (self.by_head is None) != (other.by_head is None):
+            return False
+        return self.by_head is None or other.by_head is None or torch.equal(self.by_head, other.by_head)
 
 
 def _has_scales_by_head(attention: Any) -> bool:
@@ -252,12 +270,14 @@ def _kv_scales(
     return found
 
 
-def _long_rope(model: ModelConfig) -> Literal["short", "long"]:
-    """As in vLLM's `Phi3LongRoPEScaledRotaryEmbedding`."""
+def _rope(model: ModelConfig) -> RopeRules:
+    """`longrope` is as in vLLM's `Phi3LongRoPEScaledRotaryEmbedding`, or as in transformers."""
     text = model.hf_text_config
     parameters: Mapping[str, Any] = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     original = parameters.get("original_max_position_embeddings")
-    return "long" if original is not None and model.max_model_len > original else "short"
+    if model.using_transformers_backend():
+        return RopeRules(long_rope="by_batch")
+    return RopeRules(long_rope="long" if original is not None and model.max_model_len > original else "short")
 
 
 def _options(config: VllmConfig) -> dict[str, Any]:
@@ -271,4 +291,7 @@ def _options(config: VllmConfig) -> dict[str, Any]:
         "attn_temperature_tuning": config.model_config.hf_text_config,
     }
     found = {name: getattr(place, name, None) for name, place in places.items()}
+    model = config.model_config
+    if model.using_transformers_backend() and (model.use_mla or str(model.model_impl) == "transformers"):
+        found["model_impl"] = "transformers"  # orders the rotated part of a latent otherwise; its weights may be permuted
     return {name: value for name, value in found.items() if value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 import torch
 from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding import base, get_rope
+from sglang.srt.models.qwen3_moe import compute_yarn_parameters
 from sglang.srt.server_args import ServerArgs
 from transformers import LlamaConfig
 
@@ -63,15 +65,14 @@ def identity(
     dtype: torch.dtype = torch.float32,
     stages: Any = lambda own: [own],
     options: Mapping[str, Any] = {},
-    indexer: torch.nn.Module | None = None,
+    modules: Sequence[torch.nn.Module] = (),
     **scales: float,
 ) -> ModelId:
     model = layers(-1, 63)
     for layer in model:
         for key, scale in scales.items():
             setattr(layer, key, scale)
-    if indexer is not None:
-        model.append(indexer)
+    model.extend(modules)
     runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=dtype)
     return identify(
         source, runner, name=name, options=options, from_stages=stages, scales=kv_scales(runner, attention_layers(model))
@@ -84,7 +85,7 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
     assert found.name == "llama"
     words = found.revision.split()
     assert {"windows=63@1", "rope.rope_theta=10000", "hidden_size=64", "keys=rotated"} <= set(words)
-    two_stages = identity(read_source(config(tmp_path), None, name=None), stages=lambda own: [({5: 31}, {}, False), own])
+    two_stages = identity(read_source(config(tmp_path), None, name=None), stages=lambda own: [({5: 31}, {}, False, set()), own])
     assert "windows=31@5;63@1" in two_stages.revision.split()
     other = json.dumps({**LLAMA.to_dict(), "hidden_size": 128})
     (tmp_path / "decrypted.json").write_text(other)
@@ -103,10 +104,63 @@ def test_the_form_of_index_keys_is_compared(fused: str, tmp_path: Path) -> None:
     for name in ("use_dsa_indexer_fusion", "use_aiter_fused_fp8_writer"):
         assert name in inspect.getsource(Indexer)
         setattr(indexer, name, name == fused)
-    found = identity(source, indexer=indexer).revision.split()
+    found = identity(source, modules=[indexer]).revision.split()
     assert ('index_keys="rotated"' in found) is (not fused)
     if fused:
         assert found == identity(source).revision.split()
+
+
+def rope(kind: str, **given: Any) -> tuple[LlamaConfig, torch.nn.Module]:
+    """A configuration, and SGLang's rotary embedding of it."""
+    found = LlamaConfig(**{**LLAMA.to_dict(), "rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **given}})
+    scaling = {"rope_type": kind, **given}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "_is_cpu", True)
+        return found, get_rope(16, 16, found.max_position_embeddings, 10000, rope_scaling=scaling, dtype=torch.float32)
+
+
+SCALED = {
+    "linear": {"factor": 8.0},
+    "dynamic": {"factor": 8.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 256},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_scaling_that_a_model_of_sglang_does_not_read_is_named(kind: str, tmp_path: Path) -> None:
+    """Gemma 2's, Phi's and OLMo's, for example. VLLM's do."""
+    loaded, scaled = rope(kind, **SCALED[kind])
+    _, plain = rope("default")
+    source = read_source(config(tmp_path, hf_config=loaded, hf_text_config=loaded), None, name="any")
+    ignores, reads, other = (identity(source, name="any", modules=each) for each in ([plain], [scaled, plain], []))
+    assert 'rope_scaling="not_read"' in ignores.revision.split()
+    assert reads == other
+    assert "rope_scaling" not in reads.revision
+    stages = identity(source, name="any", modules=[plain], stages=lambda own: [own, ({}, {}, False, {type(scaled).__name__})])
+    assert stages == reads, "a stage whose layers have no scaling"
+    default = read_source(config(tmp_path), None, name="any")
+    assert "rope_scaling" not in identity(default, name="any", modules=[plain]).revision
+
+
+@pytest.mark.parametrize(("factor", "is_named"), [(8.0, False), (4.0, True)])
+def test_the_factor_that_sglangs_fused_kernel_computes_is_named(factor: float, is_named: bool, tmp_path: Path) -> None:
+    """It takes the quotient of the lengths, 8 here, whatever the configuration's factor."""
+    loaded, scaled = rope("yarn", factor=factor, original_max_position_embeddings=256)
+    assert compute_yarn_parameters(loaded)[0] == loaded.max_position_embeddings / 256 == 8
+    source = read_source(config(tmp_path, hf_config=loaded, hf_text_config=loaded), None, name="any")
+    fused: Any = type("Attention", (torch.nn.Module,), {"__module__": compute_yarn_parameters.__module__})()
+    fused.use_fused_qk_norm_rope = False
+    unfused = identity(source, name="any", modules=[scaled, fused])
+    fused.use_fused_qk_norm_rope = True
+    found = identity(source, name="any", modules=[scaled, fused])
+    assert ("fused_rope_factor=8" in found.revision.split()) is is_named
+    assert (found == unfused) is not is_named
 
 
 def test_options_that_change_states_are_compared(tmp_path: Path) -> None:

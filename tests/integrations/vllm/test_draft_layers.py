@@ -63,14 +63,21 @@ def cache(*groups: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=found)
 
 
-def engine(*, marked: tuple[str, ...] = (), states: tuple[str, ...] = (), drafts: bool = True, **draft: Any) -> Any:
+def engine(
+    *, marked: tuple[str, ...] = (), states: tuple[str, ...] = (), drafts: bool = True, is_model: bool = False, **draft: Any
+) -> Any:
     """What `Drafts` and `identify_draft` read of vLLM's configuration."""
     layers: dict[str, Any] = {
         name: SimpleNamespace(kv_cache_dtype="auto") for name in (*MODEL, "model.layers.4.self_attn.attn")
     }
     layers |= {name: SimpleNamespace(is_draft_layer=True) for name in marked} | {name: State() for name in states}
     speculation = SimpleNamespace(
-        uses_draft_kv_cache=lambda: drafts, method="eagle", parallel_drafting=False, use_heterogeneous_vocab=False, **draft
+        uses_draft_kv_cache=lambda: drafts,
+        uses_draft_model=lambda: is_model,
+        method="draft_model" if is_model else "eagle",
+        parallel_drafting=False,
+        use_heterogeneous_vocab=False,
+        **draft,
     )
     return SimpleNamespace(
         speculative_config=speculation,
@@ -102,6 +109,16 @@ def test_draft_layers_by_their_names(name: str) -> None:
     (target,), (draft,) = drafts.target(read_groups(kv)), drafts.draft(read_groups(kv))
     assert (set(target.specs), set(draft.specs)) == (set(MODEL), {name})
     assert Drafts(engine(drafts=False), kv).draft(read_groups(kv)) == ()
+
+
+def test_layers_that_a_looped_model_numbers_after_its_own_are_not_its_draft_models() -> None:
+    """IQuest-LoopCoder's second pass."""
+    again = {f"model.layers.{NUM_LAYERS + layer}.self_attn.attn": WINDOW for layer in range(NUM_LAYERS)}
+    draft = "draft_model.model.layers.0.self_attn.attn"
+    kv = cache({**MODEL, draft: FULL}, again)
+    drafts = Drafts(engine(is_model=True), kv)
+    assert {name for group in drafts.target(read_groups(kv)) for name in group.specs} == MODEL.keys() | again.keys()
+    assert [set(group.specs) for group in drafts.draft(read_groups(kv))] == [{draft}]
 
 
 def test_draft_layers_that_vllm_marks() -> None:
@@ -161,6 +178,7 @@ def test_what_a_draft_is_made_with(tmp_path: Path) -> None:
             hf_config=config,
             hf_text_config=config,
             max_model_len=512,
+            using_transformers_backend=lambda: False,
             get_total_num_kv_heads=lambda: heads,
         )
         draft = engine(draft_model_config=model, draft_parallel_config=SimpleNamespace(tensor_parallel_size=1))

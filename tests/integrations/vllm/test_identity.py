@@ -16,7 +16,7 @@ import vllm.config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from disagg.integrations.shaping import VLLM, names
-from disagg.integrations.vllm.identity import Scales, _kv_scales, attention_layer, tensor_scales
+from disagg.integrations.vllm.identity import Scales, _kv_scales, attention_layer, head_counts, tensor_scales
 from tests.integrations.vllm.caches import Server
 from tests.integrations.vllm.conftest import Start
 from tests.integrations.vllm.kinds import gqa
@@ -63,6 +63,13 @@ def refusals(_: object) -> str:
             ("model revision: ", "'attention_chunk_size=128", "attn_temperature_tuning=true", "'attention_chunk_size=64"),
             id="chunks and the temperature of attention",
         ),
+        pytest.param(
+            "llama",
+            {"model_impl": "transformers"},
+            {},
+            ("model revision: ", """'model_impl="transformers"'"""),
+            id="another implementation",
+        ),
     ],
 )
 def test_a_pair_that_differs_is_refused_by_name(
@@ -102,6 +109,14 @@ def test_files_that_say_the_same_in_other_words(start: Start, model: Callable[[s
     check_equal(expected, found)
 
 
+def test_numbers_of_kv_heads_of_a_configuration() -> None:
+    blocks = [{"attention": {"n_heads_in_group": group, "no_op": group is None}} for group in (32, None, 8)]
+    nas = {"num_attention_heads": 64, "num_key_value_heads": None, "block_configs": blocks}
+    assert head_counts(nas) == {2, 8}
+    assert head_counts({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 4}}) == {4}
+    assert head_counts({"num_attention_heads": 8, "num_attention_groups": [2, 4]}) == {2, 4}
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_scales_of_each_head_are_compared_by_the_heads_of_the_model(tp: int) -> None:
     """Whatever heads a rank has, also if that is one. Nobody converts with such scales."""
@@ -135,20 +150,34 @@ NEWER = {
 
 
 def test_new_scales_of_each_head_are_noticed_if_the_largest_stays() -> None:
-    """VLLM's numbers are the largest. A reload makes other tensors, also of the same scales."""
+    """VLLM's numbers are the largest. A reload sets new ones, also of the same scales, and copies into the same tensors."""
     method = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"}))
-    numbers = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
-    by_head = SimpleNamespace(quant_method=method, _k_scale=torch.tensor([1, 0.5]), _v_scale=torch.tensor([1.0, 1]), **numbers)
-    plain = SimpleNamespace(quant_method=None, _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0), **numbers)
+    by_head, plain = (
+        SimpleNamespace(quant_method=given, _k_scale=torch.ones(2), _v_scale=torch.ones(2)) for given in (method, None)
+    )
+
+    def load(layer: SimpleNamespace, k: list[float]) -> None:
+        layer._k_scale.data.copy_(torch.tensor(k))
+        layer._k_scale_float, layer._v_scale_float = layer._k_scale.max().item(), layer._v_scale.max().item()
+
+    load(by_head, [1, 0.5])
+    load(plain, [1, 1])
     layers = {"a": by_head, "b": plain}
     scales = Scales(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))
-    by_head._k_scale = by_head._k_scale.clone()
+    load(by_head, [1, 0.5])
     assert not scales.have_changed()
-    by_head._k_scale = torch.tensor([1, 0.25])
+    load(by_head, [1, 0.25])
     assert scales.have_changed()
-    by_head._k_scale = torch.tensor([1, 0.5])
+    load(by_head, [4, 3])
+    assert scales.have_changed()
+    load(by_head, [1, 0.5])
+    assert not scales.have_changed()
+    load(plain, [1, 1])
     assert not scales.have_changed()
     plain._v_scale_float = 0.5
+    assert scales.have_changed()
+    plain._v_scale_float = 1.0
+    del layers["b"]
     assert scales.have_changed()
 
 
