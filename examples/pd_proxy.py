@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import secrets
+import socket
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -59,6 +60,12 @@ NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "
 MAX_BODY_NBYTES = 64 << 20
 RETRY_AFTER_S = 0.5
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
+ASK_TIMEOUT = ClientTimeout(total=30)
+"""How long a server may take to say what it is. A scheduler answers between two steps."""
+SILENT_S, PROBES, PROBE_S = 10, 4, 5
+"""A host that has said nothing for so long is asked so often, every so many seconds. One that is gone says nothing to a
+connection that waits for an answer.
+"""
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
 MAX_CONVERSATIONS = 10_000
@@ -112,6 +119,8 @@ GOES_ON_WITH = frozenset(
 )
 """Fields that the other server gets as they are. The last one is also for tokens that end an answer."""
 OF_LOGPROBS = frozenset({"logprobs", "logprob_token_ids", "return_tokens_as_token_ids"})
+OF_SAMPLING = CHECKED_BY_DECODE | OF_LOGPROBS | {"stop", "echo", "top_logprobs", "prompt_logprobs", "stream_options"}
+"""Fields that SGLang's prefill need not have if vLLM's decode samples, and of which it takes other values."""
 OF_THE_FORM = frozenset({"stream", "stream_options", "stop", "return_token_ids", "n"})
 MAY_MOVE = OF_THE_PROMPT | CHECKED_BY_DECODE | GOES_ON_WITH | OF_THE_FORM
 """The fields of requests whose answers may move."""
@@ -238,8 +247,6 @@ class Client:
         self._session = session
         self._known: dict[str, Server] = {}
         self._places: dict[str, Iterator[Place]] = {}
-        self._parses_tools: dict[str, bool] = {}
-        self._max_lengths: dict[str, int] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
     async def server(self, url: str, headers: Mapping[str, str]) -> Server:
@@ -248,7 +255,7 @@ class Client:
         Raises `ClientError` for one that was gone and is not back yet, and `Refused` for a client without its key.
         """
         if url not in self._known:
-            async with self.open("GET", f"{url}/server_info", headers=headers) as answer:
+            async with self.open("GET", f"{url}/server_info", headers=headers, timeout=ASK_TIMEOUT) as answer:
                 found = {} if answer.status == web.HTTPNotFound.status_code else await read_json(answer)
             self._known[url] = Server(url, found.get("disaggregation_bootstrap_port") if isinstance(found, dict) else None)
         return self._known[url]
@@ -261,7 +268,7 @@ class Client:
     def give_up(self, attempt: Attempt) -> None:
         """Tell vLLM that nobody takes the request that it prefills, and ask it again where it is before the next request."""
         if not attempt.prefill.is_sglang:
-            self.forget(attempt.prefill)
+            self.ask_again(attempt.prefill)
             asked = told(attempt.body.get("model"), abort_request_id=attempt.transfer_id)
             self.tell_later(attempt.prefill, {**attempt.headers, **attempt.place.headers}, asked)
 
@@ -273,7 +280,7 @@ class Client:
 
     async def _tell_later(self, server: Server, headers: Mapping[str, str], asked: Body) -> None:
         given = without_id(headers)
-        with suppress(ClientError, TimeoutError):
+        with suppress(ClientError, Failed):
             async with self.open("POST", server.url + COMPLETIONS, headers=given, json=asked, timeout=GIVE_UP_TIMEOUT):
                 pass
 
@@ -294,26 +301,22 @@ class Client:
 
     async def parses_tools(self, decode: Server, headers: Mapping[str, str], model: Any) -> bool:
         """Whether a vLLM server parses answers to chats for calls of tools. Only one that does not refuses such a request."""
-        if decode.url not in self._parses_tools:
-            tool = {"type": "function", "function": {"name": "none", "parameters": {"type": "object", "properties": {}}}}
-            asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "auto", "max_tokens": 1}
-            try:
-                await self.ask(decode, CHATS, asked if model is None else {**asked, "model": model}, headers)
-                self._parses_tools[decode.url] = True
-            except Refused as refused:
-                self._parses_tools[decode.url] = b"--tool-call-parser" not in refused.body
-        return self._parses_tools[decode.url]
+        tool = {"type": "function", "function": {"name": "none", "parameters": {"type": "object", "properties": {}}}}
+        asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "auto", "max_tokens": 1}
+        try:
+            await self.ask(decode, CHATS, asked if model is None else {**asked, "model": model}, headers)
+        except Refused as refused:
+            return b"--tool-call-parser" not in refused.body
+        return True
 
     async def max_length(self, server: Server, headers: Mapping[str, str]) -> int:
         """The most tokens of a request at a vLLM server, its answer included. vLLM shortens an answer without a word."""
-        if server.url not in self._max_lengths:
-            async with self.open("GET", f"{server.url}/v1/models", headers=headers) as answer:
-                found = [each.get("max_model_len") for each in (await read_json(answer)).get("data") or ()]
-            known = [each for each in found if isinstance(each, int)]
-            if not known:
-                raise Failed(f"{server.url} does not say how many tokens a request may have")
-            self._max_lengths[server.url] = min(known)
-        return self._max_lengths[server.url]
+        async with self.open("GET", f"{server.url}/v1/models", headers=headers, timeout=ASK_TIMEOUT) as answer:
+            found = [each.get("max_model_len") for each in (await read_json(answer)).get("data") or ()]
+        known = [each for each in found if isinstance(each, int)]
+        if not known:
+            raise Failed(f"{server.url} does not say how many tokens a request may have")
+        return min(known)
 
     async def text(self, server: Server, headers: Mapping[str, str], model: Any, tokens: list[int]) -> str:
         """The text of tokens. Raises as `ask` does."""
@@ -331,7 +334,15 @@ class Client:
             self._places[prefill.url] = itertools.cycle(places)
         return next(self._places[prefill.url])
 
-    def forget(self, prefill: Server) -> None:
+    def forget(self, url: str | URL) -> None:
+        """Another server may come to this address."""
+        origin = URL(url).origin()
+        tables: tuple[dict[str, Any], ...] = self._known, self._places
+        for table in tables:
+            for known in [known for known in table if URL(known).origin() == origin]:
+                del table[known]
+
+    def ask_again(self, prefill: Server) -> None:
         """Ask a server again where it is."""
         self._places.pop(prefill.url, None)
 
@@ -361,12 +372,10 @@ class Client:
             async with self._session.request(method, url, **content) as answer:
                 yield answer
         except ClientError:
-            origin = URL(url).origin()
-            tables: tuple[dict[str, Any], ...] = self._known, self._parses_tools, self._max_lengths, self._places
-            for table in tables:  # until it answers, nobody computes anything for it
-                for known in [known for known in table if URL(known).origin() == origin]:
-                    del table[known]
+            self.forget(url)  # until it answers, nobody computes anything for it
             raise
+        except TimeoutError as error:
+            raise Failed(f"{url} does not answer") from error
 
 
 class Conversations:
@@ -517,9 +526,10 @@ def hand_over(attempt: Attempt) -> HandOver:
     to_vllm = {**place, "do_remote_prefill": True, "remote_request_id": attempt.transfer_id}
     if prefill.is_sglang:
         where = {"bootstrap_host": URL(prefill.url).host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-        return HandOver(
-            {**body, **where, **route.fields}, {**body, **where} if decode.is_sglang else for_vllm(body, to_vllm, attempt.own)
-        )
+        if decode.is_sglang:
+            return HandOver({**body, **where, **route.fields}, {**body, **where})
+        prompt = {key: value for key, value in body.items() if key not in OF_SAMPLING}
+        return HandOver({**prompt, **where, **route.fields, route.limit: 1}, for_vllm(body, to_vllm, attempt.own))
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
     if decode.is_sglang:
         asked |= for_first_token(attempt.path, body)
@@ -662,12 +672,15 @@ async def fill_in_first(event: dict[str, Any], prefilling: asyncio.Task[Any]) ->
 
 
 async def fill_in_prompt(event: Any, prefilling: asyncio.Task[Any]) -> bool:
-    """Give an answer of SGLang's decode the prompt's log-probabilities."""
+    """Give an answer of SGLang's decode the prompt's log-probabilities, and the first token's of chosen tokens."""
     known = listed_or_one(await prefilling)
     for at, each in enumerate(listed_or_one(event)):
         index = each.get("index") or at
         meta, other = each.get("meta_info") or {}, (known[index].get("meta_info") or {}) if index < len(known) else {}
         meta.update((key, value) for key, value in other.items() if key.startswith("input_") and "logprobs" in key)
+        chosen, first = (part.get("output_token_ids_logprobs") for part in (meta, other))
+        if chosen and not chosen[0] and first:
+            chosen[0] = first[0]
     return False
 
 
@@ -743,9 +756,17 @@ def fill_of(attempt: Attempt, prefilling: asyncio.Task[Any]) -> Fill | None:
 
 def is_server_error(event: Body) -> bool:
     """Whether an event says that the server has failed. An error of the request is for the client."""
-    error = event.get("error")
-    code = error.get("code") if isinstance(error, dict) else None
+    error = error_of(event)
+    code = (error.get("code") or error.get("status_code")) if isinstance(error, dict) else None
     return bool(error) and not (isinstance(code, int) and 400 <= code < 500)
+
+
+def error_of(event: Body) -> Any:
+    """Also SGLang's, whose `/generate` calls it the reason why the answer has ended."""
+    meta = event.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    is_abort = isinstance(reason, dict) and reason.get("type") == "abort"
+    return event.get("error") or (reason if is_abort else None)
 
 
 async def read_events(answer: ClientResponse, fill: Fill | None) -> AsyncGenerator[bytes]:
@@ -761,7 +782,7 @@ async def read_events(answer: ClientResponse, fill: Fill | None) -> AsyncGenerat
             event = json.loads(line[6:])
             is_opening = event.get("type") in OPENING
             if not begun and is_server_error(event):
-                raise failure(answer.url, str(event["error"]))
+                raise failure(answer.url, str(error_of(event)))
             if fills and fill is not None:
                 try:
                     fill = None if await fill.into(event) else fill
@@ -1245,6 +1266,19 @@ def hide_tokens(event: dict[str, Any]) -> None:
         part.update(dict.fromkeys({"prompt_token_ids", "token_ids"} & part.keys()))
 
 
+def watched_socket(address: Any) -> socket.socket:
+    """A socket whose connection ends if the other host vanishes."""
+    family, kind, protocol, *_ = address
+    found = socket.socket(family, kind, protocol)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": SILENT_S, "TCP_KEEPCNT": PROBES, "TCP_KEEPINTVL": PROBE_S}
+    options["TCP_USER_TIMEOUT"] = 1000 * (SILENT_S + PROBES * PROBE_S)
+    for name, value in options.items():
+        if hasattr(socket, name):  # not on every system
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return found
+
+
 class Proxy:
     """Takes the servers of each side in turn."""
 
@@ -1273,7 +1307,7 @@ class Proxy:
 
     async def _open_client(self, _: web.Application) -> AsyncIterator[None]:
         async with ClientSession(
-            connector=TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            connector=TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=watched_socket),
             timeout=ClientTimeout(total=None, sock_connect=5),
             cookie_jar=DummyCookieJar(),  # one client's are not for others
             read_bufsize=1 << 20,
@@ -1352,11 +1386,13 @@ class Proxy:
         return web.json_response(await asyncio.shield(self._drains[url]))  # it goes on if the client leaves
 
     async def _undrain(self, request: web.Request) -> web.StreamResponse:
-        """Give a server requests again."""
+        """Give a server requests again, which may be another one than before."""
         try:
-            self._drains.pop(await self._decode_of(request), None)
+            url = await self._decode_of(request)
         except Refused as refused:
             return refused.response()
+        self._client.forget(url)
+        self._drains.pop(url, None)
         return web.json_response({})
 
     async def _empty(self, url: str) -> dict[str, Any]:
@@ -1485,7 +1521,9 @@ class Proxy:
         if (error := prefilling.exception()) is not None:
             if asked.begun or DECLINED in str(error):  # decode has what it needs
                 return answering, True
-            is_final = isinstance(error, Refused) and error.status != web.HTTPNotFound.status_code  # it may lack the adapter
+            is_same = attempt.prefill.engine == attempt.decode.engine
+            for_decode = {404} if is_same else {400, 404, 422}  # it may have an adapter, or take what the other engine does not
+            is_final = isinstance(error, Refused) and error.status not in for_decode
             if is_final or not isinstance(error, ClientError | Failed | Refused):
                 raise error
             raise NotPrefilled(error)
@@ -1496,7 +1534,7 @@ class Proxy:
             return answering, False
         if attempt.decode.is_sglang:
             raise Failed(f"{attempt.prefill.url} hands over nothing, or is another server than before")
-        self._client.forget(attempt.prefill)
+        self._client.ask_again(attempt.prefill)
         await end(answering)
         asked.decode = for_vllm(attempt.body, found or {}, attempt.own)
         return self._answering(request, attempt, asked, given), True

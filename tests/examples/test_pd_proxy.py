@@ -492,22 +492,32 @@ def test_sglang_decode_cannot_answer_alone(prefill: StandIn) -> None:
     run(scenario, prefill, sglang(hangs))
 
 
-@pytest.mark.parametrize("status", [401, 422])
+@pytest.mark.parametrize("status", [400, 401, 422])
 def test_sglang_prefill_refuses_while_vllm_decode_waits(status: int) -> None:
-    """Decode need not wait for its time limit."""
+    """Decode need not wait for its time limit. It answers alone what SGLang may not take, and gets all fields; prefill gets
+    none that only shape the answer.
+    """
 
     async def refuse(_: web.Request, asked: Asked) -> web.StreamResponse:
         if asked.path.startswith("/route"):
             return web.json_response({"rank_ip": "127.0.0.1", "rank_port": 7000})
         return web.json_response({"error": "no"}, status=status)
 
+    body = {**COMPLETION, "max_tokens": None, "temperature": None, "top_k": 0, "repetition_penalty": 3, "logprobs": 2}
+
     async def scenario(pair: Pair) -> None:
         prefill.info = web.json_response({"disaggregation_bootstrap_port": int(prefill.url.rpartition(":")[2])})
-        assert (await pair.post(COMPLETION))[:2] == (status, '{"error": "no"}')
-        await until(lambda: pair.decode.num_cut == len(pair.decode.asked))
+        found, text, _ = await pair.post(body)
+        assert (found, text) == (status, '{"error": "no"}') if status == 401 else found == 200
+        await until(lambda: pair.decode.num_cut == 1)
+        (asked,) = prefill.bodies()
+        assert asked["max_tokens"] == 1
+        assert asked["prompt"] == COMPLETION["prompt"]
+        assert asked.keys().isdisjoint({"temperature", "top_k", "repetition_penalty", "logprobs"})
+        assert all(body.items() <= given.items() for given in pair.decode.bodies())
 
     prefill = sglang(refuse)
-    run(scenario, prefill, StandIn(hangs))
+    run(scenario, prefill, StandIn(waits))
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
@@ -1345,6 +1355,45 @@ def test_a_stream_that_begins_with_an_error(code: int) -> None:
         assert (status, "[DONE]" in text) == ((200, True) if code == 400 else (503, False))
 
     run(scenario, StandIn(prefills), StandIn(failing))
+
+
+@pytest.mark.parametrize("code", [400, 500])
+def test_a_stream_of_sglang_begins_with_an_error(code: int) -> None:
+    """Its `/generate` says it as the reason why the answer has ended."""
+    reason = {"type": "abort", "message": "no", "status_code": code}
+    event = b"data: " + json.dumps({"text": "", "meta_info": {"finish_reason": reason}}).encode() + b"\n\n"
+
+    async def scenario(pair: Pair) -> None:
+        body = {"text": "a", "stream": True}
+        status, text, _ = await pair.post(body, path="/generate")
+        assert (status, "[DONE]" in text) == ((200, True) if code == 400 else (503, False))
+        pair.decode.respond = once(sse(event), then=sse(b'data: {"text": "decoded", "meta_info": {}}\n\n'))
+        if code == 500:
+            assert (await pair.post(body, path="/generate"))[:2] == (200, 'data: {"text": "decoded", "meta_info": {}}\n\n')
+
+    run(scenario, sglang(decodes), sglang(sse(event, b"data: [DONE]\n\n")), retry_s=1)
+
+
+def once(first: Respond, *, then: Respond) -> Respond:
+    left = [first]
+
+    async def respond(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return await (left.pop() if left else then)(request, asked)
+
+    return respond
+
+
+def test_the_first_token_has_prefills_logprobs_of_chosen_tokens() -> None:
+    """SGLang's decode does not get them."""
+    chosen, later = [[[-1.5, 5, None]], [[-2.5, 5, None]]]
+    prefill, decode = ({"text": "a", "meta_info": {"output_token_ids_logprobs": each}} for each in ([chosen], [None, later]))
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({"text": "a", "return_logprob": True, "token_ids_logprob": [5]}, path="/generate")
+        assert status == 200
+        assert json.loads(text)["meta_info"]["output_token_ids_logprobs"] == [chosen, later]
+
+    run(scenario, sglang(says(200, prefill)), sglang(says(200, decode)))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/other"])
