@@ -108,6 +108,8 @@ class Server:
             "decode": ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor"),
         }[mode]
         backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
+        # With overlap SGLang's prefill makes a CUDA event for a cached prefix.
+        steps = ("--disable-overlap-schedule",) if mode == "prefill" else ()
         # A server does not start if others take more than half of the free memory meanwhile.
         common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.5", "--skip-server-warmup")
         idle = "--sleep-on-idle"  # otherwise every idle rank takes a whole core
@@ -117,7 +119,7 @@ class Server:
         server = cls(
             [
                 *(python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
-                *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", idle, *common),
+                *("--device", "cpu", "--attention-backend", "torch_native", idle, *common, *steps),
                 *(*disaggregation, *backend, *options),
             ],
             port,

@@ -157,7 +157,9 @@ def drafts_of(scheduler: Any) -> Drafts | None:
 
 def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
     """Raise `ConfigError` for an unsupported option. `parallel` and `features` come from SGLang's context."""
-    options = scheduler.server_args
+    options, speculation = scheduler.server_args, scheduler.spec_algorithm
+    is_decode = options.disaggregation_mode == "decode"
+    starts_from_prefill = (speculation.is_none, speculation.is_eagle, speculation.is_dflash, speculation.is_dspark)
     refused = {
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
@@ -172,6 +174,11 @@ def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
         "--enable-hierarchical-cache on a decode server with --pp-size above 1": (
             scheduler.enable_decode_hicache and parallel.pp_size > 1
         ),
+        # These SGLang never gives what prefill has: its scheduler would end, or embed other requests' tokens.
+        f"--speculative-algorithm {options.speculative_algorithm} on a decode server": (
+            is_decode and not any(begins() for begins in starts_from_prefill)
+        ),
+        "n-gram embeddings on a decode server": is_decode and scheduler.model_config.use_ngram_embedding,
         "encoder-decoder model": scheduler.model_config.is_encoder_decoder,
     }
     found = [option for option, given in refused.items() if given]

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from disagg.core.errors import ConfigError, LocalProtocolError
-from disagg.integrations.sglang import TESTED
+from disagg.integrations.sglang import TESTED, steps
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,13 @@ def register() -> None:
     stages = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
     HookRegistry.register(f"{stages}._pp_pd_get_decode_transferred_ids", _ended_ids, HookType.AROUND)
     HookRegistry.register(f"{stages}.process_decode_transfer_queue", _release, HookType.AROUND)
+    batch, prebuilt = "sglang.srt.managers.schedule_batch", f"{queues}.decode_schedule_batch_mixin"
+    HookRegistry.register(f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens", _penalize, HookType.AROUND)
+    HookRegistry.register(f"{batch}.Req.reset_for_retract", _keep_output, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.update_running_batch", _settle, HookType.AROUND)
+    HookRegistry.register(
+        f"{prebuilt}.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt", steps.note_accepted, HookType.AFTER
+    )
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
 
@@ -289,6 +296,27 @@ def _release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Any) -> A
     from disagg.integrations.sglang.stages import release
 
     return release(original, scheduler, ids)
+
+
+def _penalize(original: Callable[[Any], None], batch: Any) -> None:
+    steps.penalize(original, batch) if _is_decode() else original(batch)
+
+
+def _keep_output(original: Callable[[Any], None], request: Any) -> None:
+    steps.keep_output(original, request) if _is_decode() else original(request)
+
+
+def _settle(original: Callable[[Any, Any], Any], scheduler: Any, batch: Any) -> Any:
+    if _is_decode():
+        steps.settle(scheduler, batch)
+    return original(scheduler, batch)
+
+
+def _is_decode() -> bool:
+    from sglang.srt.runtime_context import get_disagg
+
+    found = get_disagg()
+    return _is_ours(found) and bool(found.disaggregation_mode == "decode")
 
 
 def _prefetch(original: Callable[[Any], None], queue: Any) -> None:

@@ -102,8 +102,8 @@ def check_logprobs(request: Any, limit: int) -> None:
 
 
 def check_returned(request: Any) -> None:
-    """Raise `LocalProtocolError` if decode is asked for what the prompt's tokens were routed to: it reads that from its own
-    tables, where other requests have written.
+    """Raise `LocalProtocolError` if decode is asked for what only prefill knows: what the prompt's tokens were routed to, which
+    decode would read from its own tables, where other requests have written, and their hidden states.
     """
     length = len(request.origin_input_ids)
     if request.return_routed_experts and request.routed_experts_start_len < length:
@@ -113,6 +113,10 @@ def check_returned(request: Any) -> None:
         )
     if request.return_indexer_topk:
         raise LocalProtocolError("return_indexer_topk: expected false: decode knows those of its own tokens only")
+    is_first = request.sampling_params.max_new_tokens is not None and request.sampling_params.max_new_tokens < 2
+    if request.return_hidden_states is True or (request.return_hidden_states and is_first):
+        expected = "false" if is_first else "'last' or false"
+        raise LocalProtocolError(f"return_hidden_states: expected {expected}: decode has none of the prompt's tokens")
 
 
 def _rows_digest(rows: Any) -> str:

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "min_tokens": completion(min_tokens=4, max_tokens=8, stop_token_ids=list(range(0, 250, 9))),
     "stop texts": completion(max_tokens=30, stop=["a", "e", "i", "o"]),
     "stop tokens": completion(max_tokens=40, stop_token_ids=list(range(0, 250, 9))),
-    "penalties": completion(presence_penalty=0.5, frequency_penalty=0.4, max_tokens=12),
+    "penalties": completion(presence_penalty=0.5, frequency_penalty=1.9, max_tokens=16),
     "logit_bias": completion(logit_bias={"65": 9, "66": 8}, max_tokens=6),
     "ignore_eos": completion(ignore_eos=True),
     "token ids": completion(list(range(1, 201))),
@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "other scripts": completion("Größe, 数量, размер, حجم, 🙂. " * 4, max_tokens=9),
     "user and unknown fields": completion(user="somebody", not_a_field=[1]),
     "a regular expression": completion(regex="[a-f]{4}", max_tokens=8),
+    "a long regular expression": completion(regex="[a-f]{3}x[0-9]{24}", max_tokens=40),
     "JSON by a schema": completion(json_schema='{"type": "boolean"}', max_tokens=9),
     "chat": chat(logprobs=True, top_logprobs=2),
     "chat, stream": chat(**STREAM),
@@ -75,6 +76,7 @@ ONLY_IN_PREFILL: dict[str, tuple[str, dict[str, Any]]] = {
     "the prompt's log-probabilities": generate({"text": TEXT, **_OF_THE_PROMPT}),
     "the prompt's log-probabilities, stream": generate({"text": TEXT, "stream": True, **_OF_THE_PROMPT}),
     "the prompts' log-probabilities": generate({"text": [TEXT, OTHER], **_OF_THE_PROMPT}),
+    "log-probabilities of chosen tokens": generate({"text": TEXT, **_OF_THE_PROMPT, "token_ids_logprob": [65, 66]}),
 }
 """What prefill's answer has, and decode's has not."""
 OF_ITS_OWN = {"token ids", "several texts", "a prompt that is too long", "a negative limit", "no prompt"}

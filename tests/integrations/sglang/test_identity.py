@@ -17,6 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import base, get_rope
 from sglang.srt.models.qwen3_moe import compute_yarn_parameters
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from transformers import LlamaConfig
 
 from disagg import ConfigError, ModelId
@@ -215,6 +216,7 @@ def test_a_model_without_a_file_needs_the_setting(tmp_path: Path) -> None:
         "language_only",
         "enable_memory_saver",
         "is_encoder_decoder",
+        "use_ngram_embedding",
     ],
 )
 def test_options_that_change_states_or_their_memory_are_refused(option: str) -> None:
@@ -225,6 +227,9 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
         "language_only": False,
         "enable_memory_saver": False,
         "is_encoder_decoder": False,
+        "use_ngram_embedding": False,
+        "disaggregation_mode": "decode",
+        "speculative_algorithm": None,
     }
     parallel = SimpleNamespace(
         enable_kv_cache_sharding=False,
@@ -237,7 +242,11 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
     def check(*, has_hicache: bool = False, **options: Any) -> None:
         args = SimpleNamespace(**{**given, **options})
         scheduler = SimpleNamespace(
-            enable_hisparse=False, enable_decode_hicache=has_hicache, server_args=args, model_config=args
+            enable_hisparse=False,
+            enable_decode_hicache=has_hicache,
+            server_args=args,
+            model_config=args,
+            spec_algorithm=SpeculativeAlgorithm.from_string(args.speculative_algorithm),
         )
         check_options(scheduler, parallel, args)
 
@@ -246,10 +255,19 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
     check()
     with pytest.raises(ConfigError, match="expected no --enable-hierarchical-cache on a decode server with --pp-size above 1"):
         check(has_hicache=True)
-    named = "encoder-decoder model" if option == "is_encoder_decoder" else f"--{option.replace('_', '-')}"
+    named = {"is_encoder_decoder": "encoder-decoder model", "use_ngram_embedding": "n-gram embeddings on a decode server"}.get(
+        option, f"--{option.replace('_', '-')}"
+    )
     one: dict[str, Any] = {option: "x"}
     with pytest.raises(ConfigError, match=f"expected no {named}"):
         check(**one)
+
+    for algorithm in ("EAGLE", "EAGLE3", "NEXTN", "DFLASH", "DSPARK"):
+        check(speculative_algorithm=algorithm)
+    for algorithm in ("NGRAM", "STANDALONE"):
+        with pytest.raises(ConfigError, match=f"expected no --speculative-algorithm {algorithm} on a decode server"):
+            check(speculative_algorithm=algorithm)
+        check(speculative_algorithm=algorithm, disaggregation_mode="prefill")
 
 
 def test_every_option_is_in_the_table() -> None:

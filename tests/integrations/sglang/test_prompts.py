@@ -103,12 +103,20 @@ def test_token_ids_that_the_model_does_not_have(ids: list[int], is_refused: bool
         ({"return_routed_experts": True, "routed_experts_start_len": 2}, "routed_experts_start_len: expected 3"),
         ({"return_routed_experts": True, "routed_experts_start_len": 3}, ""),
         ({"return_indexer_topk": True}, "return_indexer_topk: expected false"),
+        ({"return_hidden_states": True}, "return_hidden_states: expected 'last' or false"),
+        ({"return_hidden_states": True, "max_new_tokens": 1}, "return_hidden_states: expected false"),
+        ({"return_hidden_states": "last", "max_new_tokens": 1}, "return_hidden_states: expected false"),
+        ({"return_hidden_states": "last", "max_new_tokens": 2}, ""),
+        ({"return_hidden_states": False, "max_new_tokens": 1}, ""),
         ({}, ""),
     ],
     ids=str,
 )
-def test_decode_returns_nothing_that_other_requests_have_left(given: dict[str, Any], refused: str) -> None:
-    request = Req("name", "", array("q", [4, 5, 6]), SamplingParams(), **given)
+def test_decode_returns_nothing_that_only_prefill_has(given: dict[str, Any], refused: str) -> None:
+    """SGLang would return what other requests have left there, or leave it out."""
+    options = {name: value for name, value in given.items() if name != "max_new_tokens"}
+    sampling = SamplingParams(max_new_tokens=given.get("max_new_tokens", 128))
+    request = Req("name", "", array("q", [4, 5, 6]), sampling, **options)
     with pytest.raises(LocalProtocolError, match=refused) if refused else nullcontext():
         check_returned(request)
 

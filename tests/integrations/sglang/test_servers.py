@@ -400,8 +400,10 @@ def test_prefill_is_replaced_under_load(servers: Servers) -> None:
 
 
 def test_decode_is_replaced_under_load(servers: Servers) -> None:
-    """The server in its place, at TP 2 with larger pages, also retracts requests while they run."""
-    options = ("--tp", "2", "--page-size", "64", "--enable-metrics", CHECKSUM)
+    """The server in its place, at TP 2 with larger pages, also retracts requests while they run, with another backend of
+    grammars than that of the answers that are expected.
+    """
+    options = ("--tp", "2", "--page-size", "64", "--enable-metrics", "--grammar-backend", "llguidance", CHECKSUM)
     retract = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     with load(servers):
         servers.decode.kill()
@@ -409,4 +411,9 @@ def test_decode_is_replaced_under_load(servers: Servers) -> None:
             Server.sglang(servers.model, *options, mode="decode", instead_of=servers.decode, **retract)
         )
     check_answers(servers)
-    assert servers.decode.metric("sglang:num_retracted_requests_total") > 0
+    num_retracted = servers.decode.metric("sglang:num_retracted_requests_total")
+    assert num_retracted > 0
+    name = "a long regular expression"
+    with ThreadPoolExecutor(6) as pool:
+        assert [differs(servers.kinds[name], each) for each in pool.map(ask, [servers.proxy] * 6, [name] * 6)] == [[]] * 6
+    assert servers.decode.metric("sglang:num_retracted_requests_total") > num_retracted

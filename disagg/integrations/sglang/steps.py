@@ -1,0 +1,68 @@
+"""What decode's steps would do otherwise than those of one SGLang server, because the first token came from prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def penalize(original: Callable[[Any], None], batch: Any) -> None:
+    """Count each token once. With overlap SGLang counts a token a step after it was sampled, and in a request's first step the
+    prompt's last token; decode, which has the first token by then, would count that one in two steps.
+    """
+    taken = [(request, request.output_ids.pop()) for request in batch.reqs if batch.enable_overlap and _is_at_start(request)]
+    try:
+        original(batch)
+    finally:
+        for request, token in taken:
+            request.output_ids.append(token)
+
+
+def _is_at_start(request: Any) -> bool:
+    return request.decode_batch_idx == 0 and len(request.output_ids) > 0
+
+
+def note_accepted(_: None, batch: Any, *_given: Any, **_named: Any) -> None:
+    """Runs after grammars have taken the first token. Those of llguidance and outlines do not note it, and would take the last
+    token twice once a retracted request is back.
+    """
+    for request in batch.reqs:
+        if request.grammar is not None and request.grammar.current_token is None:
+            request.grammar.current_token = request.output_ids[-1]
+
+
+def keep_output(original: Callable[[Any], None], request: Any) -> None:
+    """SGLang forgets the output of a retracted request with `input_embeds`, which would start over. Decode restores its saved
+    state, with the output's.
+    """
+    embeddings = request.input_embeds
+    if request.kv.retraction_backup is not None:
+        request.input_embeds = None
+    try:
+        original(request)
+    finally:
+        request.input_embeds = embeddings
+
+
+def settle(scheduler: Any, batch: Any) -> None:
+    """Runs before SGLang may retract requests. It copies a recurrent state as the step under way leaves it, which has taken the
+    last known token, and drops that step's result; so the request would take this token twice. Process the result first.
+    """
+    if not (scheduler.enable_overlap and getattr(scheduler, "result_queue", None) and _has_recurrent_state(scheduler)):
+        return
+    if _is_test(scheduler) or not batch.check_decode_mem():
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        scheduler.last_batch = None  # of which the loop would process the result
+
+
+def _has_recurrent_state(scheduler: Any) -> bool:
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool)
+
+
+def _is_test(scheduler: Any) -> bool:
+    """SGLang retracts every so many steps if its own variable says so."""
+    from sglang.srt.managers import scheduler as module
+
+    return bool(module.TEST_RETRACT and scheduler.forward_ct % module.TEST_RETRACT_INTERVAL == 0)

@@ -1,0 +1,130 @@
+"""Decode's steps after a first token that came from prefill, with SGLang's own requests and batches."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.schedule_batch import Req, RetractionBackup, ScheduleBatch
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from disagg.integrations.sglang.steps import keep_output, note_accepted, penalize, settle
+
+PROMPT, ANSWER = [4, 5, 6], [11, 12, 13, 14]
+
+
+def request(**given: Any) -> Req:
+    return Req("name", "", array("q", PROMPT), SamplingParams(), **given)
+
+
+def counted(request: Req, *, overlap: bool, is_decode: bool) -> int:
+    """The token that SGLang counts for its penalties before the next step."""
+    found: list[torch.Tensor] = []
+    orchestrator = SimpleNamespace(cumulate_output_tokens=found.append)
+    batch: Any = SimpleNamespace(
+        reqs=[request],
+        enable_overlap=overlap,
+        device="cpu",
+        sampling_info=SimpleNamespace(penalizer_orchestrator=orchestrator),
+    )
+    count = ScheduleBatch.cumulate_penalty_output_tokens
+    penalize(count, batch) if is_decode else count(batch)
+    request.decode_batch_idx += 1
+    return int(found[0].item())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_token_is_penalized_once_as_by_one_server(overlap: bool) -> None:
+    """With overlap a step begins before the one before it has told its token."""
+    alone, handed_over = request(), request()
+    handed_over.output_ids.append(ANSWER[0])  # by prefill
+    expected, found = [], []
+    if not overlap:
+        alone.output_ids.append(ANSWER[0])
+    for step, token in enumerate(ANSWER[1:]):
+        expected.append(counted(alone, overlap=overlap, is_decode=False))
+        found.append(counted(handed_over, overlap=overlap, is_decode=True))
+        alone.output_ids.append(ANSWER[step] if overlap else token)
+        if step > 0 or not overlap:
+            handed_over.output_ids.append(ANSWER[step] if overlap else token)
+    assert found == expected == ([PROMPT[-1], *ANSWER[:2]] if overlap else ANSWER[:3])
+    assert handed_over.output_ids.tolist() == ANSWER[: 3 if overlap else 4]
+
+
+def test_a_grammar_takes_the_last_token_of_a_retracted_request_once() -> None:
+    """Those of llguidance and outlines note no token by themselves; SGLang takes it again where none is noted."""
+    one, other = request(), request()
+    one.grammar = BaseGrammarObject()
+    assert one.grammar.current_token is None
+    for each in (one, other):
+        each.output_ids.append(ANSWER[0])
+    note_accepted(None, SimpleNamespace(reqs=[one, other]))
+    assert one.grammar.current_token == ANSWER[0]
+    one.output_ids.append(ANSWER[1])
+    note_accepted(None, SimpleNamespace(reqs=[one]))
+    assert one.grammar.current_token == ANSWER[0]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_retracted_request_with_embeddings_keeps_its_output_with_its_state(is_saved: bool) -> None:
+    """SGLang forgets it, since one server starts over. So does decode's, if prefill computes the state again."""
+    retracted = request(input_embeds=[[0.0]] * len(PROMPT))
+    retracted.output_ids.extend(ANSWER)
+    retracted.kv.retraction_backup = RetractionBackup(cpu_tensors=[], mamba_cpu=None) if is_saved else None
+    keep_output(Req.reset_for_retract, retracted)
+    assert retracted.output_ids.tolist() == (ANSWER if is_saved else [])
+    assert retracted.input_embeds is not None
+    assert retracted.is_retracted
+
+
+def state_after(tokens: Iterable[int]) -> int:
+    """A recurrent state."""
+    return functools.reduce(lambda state, token: 31 * state + token, tokens, 0)
+
+
+class Decode:
+    """Decode with one request and overlap: a step's result is processed after the next one was launched."""
+
+    enable_overlap, forward_ct = True, 1
+
+    def __init__(self, *, is_recurrent: bool) -> None:
+        self.tokens, self.state = [*PROMPT, ANSWER[0]], state_after(PROMPT)
+        self.result_queue: deque[tuple[Any, int]] = deque()
+        self.last_batch: Any = None
+        self.req_to_token_pool = object.__new__(HybridReqToTokenPool) if is_recurrent else object()
+
+    def launch(self, token: int) -> None:
+        self.state = 31 * self.state + self.tokens[-1]
+        self.last_batch = object()
+        self.result_queue.append((self.last_batch, token))
+
+    def process_batch_result(self, _: Any, token: int) -> None:
+        self.tokens.append(token)
+
+
+@pytest.mark.parametrize("is_test", [False, True])
+@pytest.mark.parametrize(("is_recurrent", "is_full"), [(True, True), (True, False), (False, True)])
+def test_a_recurrent_state_is_saved_with_the_tokens_that_it_has(
+    is_recurrent: bool, is_full: bool, is_test: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang saves it as the step under way leaves it, and the tokens as the step before has told them."""
+    monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT", is_test)
+    monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT_INTERVAL", 1)
+    decode = Decode(is_recurrent=is_recurrent)
+    settle(decode, SimpleNamespace(check_decode_mem=lambda: False))  # nothing is under way
+    decode.launch(ANSWER[1])
+    settle(decode, SimpleNamespace(check_decode_mem=lambda: not is_full))
+    may_retract = is_recurrent and (is_full or is_test)
+    assert (decode.last_batch is None) is (not decode.result_queue) is may_retract
+    assert (decode.state == state_after(decode.tokens[:-1])) is may_retract
+    decode.enable_overlap = False
+    settle(decode, SimpleNamespace())
