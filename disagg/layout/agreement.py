@@ -49,6 +49,8 @@ def differing_words(found: str, expected: str) -> tuple[str, str]:
     return " ".join(word for word in theirs if word not in ours), " ".join(word for word in ours if word not in theirs)
 
 
+MAX_PLACEMENTS_NBYTES = 4 << 20
+"""A layer takes about 20 bytes in each tensor."""
 _PLACEMENTS = msgspec.msgpack.Decoder(tuple[Placement, ...])
 
 
@@ -57,6 +59,8 @@ def encode_placements(components: Sequence[Component]) -> bytes:
 
 
 def decode_placements(data: bytes) -> dict[str, Placement]:
+    if len(data) > MAX_PLACEMENTS_NBYTES:
+        raise RemoteProtocolError(f"placements: expected at most {MAX_PLACEMENTS_NBYTES} bytes, found {len(data)}")
     try:
         return {placement.component: placement for placement in _PLACEMENTS.decode(data)}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -18,7 +18,7 @@ import numpy as np
 
 from disagg.core.errors import LayoutError
 from disagg.layout.encoding import encode
-from disagg.layout.ownership import Interval, Owned, Periodic, Share, num_intervals
+from disagg.layout.ownership import Interval, Intervals, Owned, Periodic, Share, num_intervals
 from disagg.layout.tables import Axis, ComponentLayout, LayoutTable, TensorLayout, agreed_components, converted
 
 Box = tuple[Interval, ...]
@@ -200,14 +200,14 @@ def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tu
 
 
 def _check_tokens(owned: Sequence[Owned], where: str) -> None:
-    if not _is_partition(tuple(owned)):
-        raise LayoutError(
-            f"{where}, axis 'token': expected sources that own each token once, found {', '.join(map(str, owned))}"
-        )
+    # Lists of any length are not kept for the next table.
+    if any(isinstance(each, Intervals) for each in owned) or not _is_partition(tuple(owned)):
+        found = ", ".join(map(str, owned))
+        raise LayoutError(f"{where}, axis 'token': expected sources that own each token once, found {found:.300}")
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_partition(owned: tuple[Owned, ...]) -> bool:
+def _is_partition(owned: tuple[Periodic | Share, ...]) -> bool:
     periodic = [each for each in owned if isinstance(each, Periodic)]
     shares = [each for each in owned if isinstance(each, Share)]
     if len(periodic) == len(owned):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -15,7 +16,9 @@ from disagg.core.errors import ConfigError, LayoutError
 from disagg.core.memory import ITEMSIZE, MemoryRegion, RawTensor, RemoteRegion
 from disagg.core.topology import Topology
 from disagg.layout.ownership import Interval, Intervals, overlap
-from disagg.layout.tables import LAYER, Axis, ComponentLayout, TensorLayout
+from disagg.layout.tables import LAYER, MAX_LAYERS, Axis, ComponentLayout, TensorLayout
+
+MAX_AXES = 64
 
 
 class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,10 +27,10 @@ class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     role: str
-    layers: tuple[int, ...]
-    bases: tuple[int, ...]
+    layers: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
+    bases: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
     row_stride: int
-    strides: dict[str, int]
+    strides: Annotated[dict[str, int], msgspec.Meta(max_length=MAX_AXES)]
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.bases):

@@ -97,10 +97,10 @@ class IdentitySocket:
             raise
 
     def prune(self) -> None:
-        """Empty the backlog, which any process of this host can fill. Call it now and then. Those who connected have learned
-        all.
+        """Empty the backlog, which any process of this host can fill, and fill again meanwhile. Call it now and then. Those
+        who connected have learned all.
         """
-        while True:
+        for _ in range(_BACKLOG):
             try:
                 found, _ = self._socket.accept()
             except OSError:  # none is left, or no descriptor

@@ -49,7 +49,7 @@ class Expiry:
 
 
 class Parked:
-    """Bounded in number and bytes per instance. Reserves count in `num_reserved`, by rank."""
+    """Bounded in number per instance, and in bytes, which instances share. Reserves count in `num_reserved`, by rank."""
 
     def __init__(self, limits: Limits, num_reserved: Counter[PeerRank]) -> None:
         self._limits = limits
@@ -72,7 +72,8 @@ class Parked:
         whose = peer.instance
         if self._count[whose] >= self._limits.max_parked_reserves:
             return False
-        if self._nbytes[whose] + _nbytes(message) > self._limits.max_parked_nbytes:
+        num_others = len(self._nbytes.keys() - {whose})
+        if (self._nbytes[whose] + _nbytes(message)) * (num_others + 1) > self._limits.max_parked_nbytes:
             return False
         self._add(peer, message, 1)
         self._messages.setdefault(key.request_id, {})[peer, key] = message

@@ -55,8 +55,9 @@ def check_seconds(given: object, what: str, *, most: float = NEVER) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and times of the protocol, in seconds. Counts and bytes are per peer instance, but `max_quarantined` and
-    `max_tombstones` for all. Raises `ConfigError` for a time that is not above 0, or a count that is no integer of at least 0.
+    """Bounds and times of the protocol, in seconds. `max_parked_reserves` is per peer instance, `max_parked_nbytes` is divided
+    among those that have something parked, and `max_quarantined` and `max_tombstones` are for all. Raises `ConfigError` for a
+    time that is not above 0, or a count that is no integer of at least 0.
     """
 
     max_parked_reserves: int = 16384

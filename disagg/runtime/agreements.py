@@ -16,8 +16,10 @@ MAX_TABLE_NBYTES = 4 << 20
 """One rank takes about 600 bytes for each component."""
 MAX_RANKS = 4096
 """Each costs a connection and some memory."""
-MAX_AGREEMENTS = 256
-"""Instances with equal layouts share one."""
+MAX_AGREEMENTS, MAX_KEPT_NBYTES = 256, 16 << 20
+"""So many, and tables of so many bytes, are kept. Instances with equal layouts share one. What is made of a table takes up
+to 25 times as much.
+"""
 MAX_COMPARING = 4
 """Each in a thread, and of another instance; other tables wait for the next hello."""
 
@@ -44,8 +46,8 @@ class Agreements:
             except RuntimeError as error:
                 raise Undecided(f"no thread to compare layouts with: {error}", retry_s=0.5) from error
             self._found[table] = self._comparing[instance] = known
-            if len(done) >= MAX_AGREEMENTS:
-                del self._found[done[0]]
+            while done and (len(done) >= MAX_AGREEMENTS or sum(map(len, self._found)) > MAX_KEPT_NBYTES):
+                del self._found[done.pop(0)]
         if known is None or not known.done():
             raise Undecided("the layouts of both sides are being compared")
         self._found.move_to_end(table)

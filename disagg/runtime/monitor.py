@@ -54,7 +54,7 @@ class Monitor:
         return descriptor is not None
 
     def end_endless(self, port: int) -> None:
-        self._endless.end(tuple(self._open), port)
+        self._endless.end(tuple(self._open), port, known=self._by_descriptor)
 
     def end(self, descriptor: int | None, port: int) -> None:
         """End a connection that sends what no rank sends."""

@@ -9,6 +9,7 @@ from disagg.core.errors import ConfigError, LayoutError, RemoteProtocolError
 from disagg.core.memory import RemoteRegion
 from disagg.core.topology import Topology
 from disagg.layout.agreement import (
+    MAX_PLACEMENTS_NBYTES,
     Agreement,
     LocalRank,
     ModelId,
@@ -17,7 +18,10 @@ from disagg.layout.agreement import (
     encode_placements,
     expected_tokens,
 )
+from disagg.layout.encoding import encode
 from disagg.layout.ownership import EVERYTHING, Owned, Periodic, Share
+from disagg.layout.placement import MAX_AXES, Placement, TensorPlacement
+from disagg.layout.tables import MAX_LAYERS
 from disagg.state import paged
 
 NHD = "page token kv_head dim"
@@ -161,6 +165,21 @@ def test_optional_components_of_one_side_need_no_memory() -> None:
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91\x80", b"\x91\xa1\xff"])
 def test_unreadable_placements_are_a_protocol_error(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match=f"placements of {len(data)} bytes cannot be read"):
+        decode_placements(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bytes(MAX_PLACEMENTS_NBYTES + 1),
+        encode([Placement("kv", 1, 1, (TensorPlacement("k", (), (), 1, {str(each): 1 for each in range(MAX_AXES + 1)}),))]),
+        encode([Placement("kv", 1, 1, (TensorPlacement("k", *[tuple(range(MAX_LAYERS + 1))] * 2, 1, {}),))]),
+    ],
+    ids=["bytes", "axes", "layers"],
+)
+def test_placements_of_any_size_are_not_built(data: bytes) -> None:
+    """Each byte may become an object, and nothing else runs meanwhile."""
+    with pytest.raises(RemoteProtocolError, match=f"expected at most {MAX_PLACEMENTS_NBYTES} bytes|length <="):
         decode_placements(data)
 
 

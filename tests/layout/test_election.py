@@ -14,8 +14,9 @@ from hypothesis import given
 
 from disagg.core.errors import LayoutError
 from disagg.core.topology import Topology
+from disagg.layout import election
 from disagg.layout.election import Election, elect
-from disagg.layout.ownership import EVERYTHING, Intervals, Owned, Periodic, Share, interval
+from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Owned, Periodic, Share, interval
 from disagg.layout.plan import make_plan
 from disagg.layout.tables import Axis, ComponentLayout, LayoutTable, RankLayout, TensorLayout, TopologySizes, layout_table
 from disagg.testing.reference import KVModel
@@ -192,6 +193,17 @@ def test_sources_that_own_each_token_once_are_accepted(owned: tuple[Owned, ...])
 def test_sources_that_do_not_own_each_token_once_are_rejected(owned: tuple[Owned, ...]) -> None:
     with pytest.raises(LayoutError, match=r"axis 'token': expected sources that own each token once, found"):
         elect(by_tokens(*owned), by_tokens(EVERYTHING))
+
+
+def test_lists_of_tokens_are_not_kept_and_not_told_whole() -> None:
+    """A peer may send as many as it likes, each of any length."""
+    before = election._is_partition.cache_info().currsize
+    for number in range(5):
+        many = Intervals(tuple(Interval(2 * each, 2 * each + 1) for each in range(number, 2000)))
+        with pytest.raises(LayoutError, match="expected sources that own each token once, found") as raised:
+            elect(by_tokens(many), by_tokens(EVERYTHING))
+        assert len(str(raised.value)) < 500
+    assert election._is_partition.cache_info().currsize == before
 
 
 def test_token_ownerships_of_giant_periods_are_rejected_in_bounded_memory() -> None:

@@ -476,6 +476,26 @@ def test_a_full_backlog_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         watch.close()
 
 
+def test_a_backlog_that_others_fill_again_meanwhile_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_BACKLOG", 8)
+    identity = IdentitySocket()
+    connections: list[socket.socket] = []
+
+    class Flooded:
+        """There is always one more."""
+
+        def accept(self) -> tuple[socket.socket, str]:
+            connections.append(socket.socket(socket.AF_UNIX))
+            return connections[-1], ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "_socket", Flooded())
+        identity.prune()
+    assert len(connections) == 8
+    assert all(each.fileno() < 0 for each in connections)
+    identity.close()
+
+
 def test_a_socket_that_is_asked_often_is_held() -> None:
     """Nobody reads it, so it is full at some time."""
     identity = IdentitySocket()

@@ -11,6 +11,7 @@ import pytest
 
 from disagg.core.errors import ConfigError, RemoteProtocolError, RequestAborted
 from disagg.core.rows import Pages
+from disagg.protocol import parked
 from disagg.protocol.messages import (
     MAX_COMPONENTS,
     Abort,
@@ -352,6 +353,18 @@ def test_the_bytes_of_parked_reserves_are_bounded() -> None:
     take_messages(sessions)
     sessions.on_message(D0, reserve(numbered(2)), 0.0)
     assert take_messages(sessions) == []
+
+
+def test_instances_share_the_bytes_of_parked_reserves() -> None:
+    """However many are admitted."""
+    limit = 100 * parked._nbytes(reserve(numbered(0)))
+    sessions = Sessions(limits=Limits(max_parked_nbytes=limit))
+    for instance in range(50):
+        for number in range(100):
+            sessions.on_message(PeerRank(f"peer-{instance}", 0), reserve(numbered(number)), 0.0)
+    found = sessions.sends.parked._count
+    assert (found["peer-0"], found["peer-1"], found["peer-9"], found["peer-49"]) == (100, 50, 10, 2)
+    assert sum(sessions.sends.parked._nbytes.values()) < 5 * limit
 
 
 def test_names_and_reasons_count_as_bytes_of_parked_messages() -> None:

@@ -79,6 +79,19 @@ def test_an_unforeseen_error_concerns_one_table(monkeypatch: pytest.MonkeyPatch)
         decided(found, b"table")
 
 
+def test_tables_of_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Agreement:
+        raise LayoutError("no")
+
+    monkeypatch.setattr(Agreement, "between", fail)
+    monkeypatch.setattr(agreements, "MAX_KEPT_NBYTES", 100)
+    found = Agreements(local_rank())
+    for number in range(20):
+        with pytest.raises(LayoutError):
+            decided(found, bytes([number]) * 30)
+        assert sum(map(len, found._found)) <= 100
+
+
 def test_only_a_few_tables_are_compared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, started = threading.Event(), []
 

@@ -22,6 +22,7 @@ from disagg.machine.tcp import LONGEST_WAIT_S, sockets_of
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime import endless
 from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
+from disagg.runtime.endless import MAX_UNKNOWN_NBYTES
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.monitor import _is_later
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
@@ -302,7 +303,7 @@ def test_a_connection_whose_message_does_not_end_is_ended(
     channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are not. libzmq bounds a frame, not the number of frames of a message."""
-    monkeypatch.setattr(endless, "MAX_NBYTES", 1 << 20)
+    monkeypatch.setattr(endless, "MAX_UNKNOWN_NBYTES", 1 << 20)
     monkeypatch.setattr(endless, "CHECK_S", 0.0)
     server, client = channels
     exchange(server, client)
@@ -322,10 +323,34 @@ def test_a_connection_whose_message_does_not_end_is_ended(
     assert [len(each.data) for each in until(server, 2) if isinstance(each, Inbound)] == [1 << 21, 10]
 
 
+def test_messages_that_do_not_end_are_bounded_for_all_connections_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest are ended. One whose rank is not known may send less than others."""
+    received, shut = dict.fromkeys(range(6), 0), list[int]()
+    monkeypatch.setattr(endless, "num_received", received.get)
+    monkeypatch.setattr(endless, "MAX_ALL_NBYTES", 4 * MAX_UNKNOWN_NBYTES)
+    messages = endless.EndlessMessages()
+    monkeypatch.setattr(messages, "shut", lambda descriptor, *_: shut.append(descriptor))
+
+    def ended() -> list[int]:
+        messages._check_at = 0.0
+        messages.end(received, 0, known={0, 1})
+        found, shut[:] = shut[:], []
+        return found
+
+    assert ended() == []
+    received |= {0: MAX_UNKNOWN_NBYTES + 1, 1: 1, 2: MAX_UNKNOWN_NBYTES + 1}
+    assert ended() == [2]
+    received |= {2: 0, 3: MAX_UNKNOWN_NBYTES, 4: MAX_UNKNOWN_NBYTES, 5: MAX_UNKNOWN_NBYTES}
+    assert ended() == [0]
+    for descriptor in received:
+        messages.hear(descriptor)
+    assert ended() == []
+
+
 def test_a_process_that_stood_still_while_it_checked_connections_soon_checks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endless, "num_received", lambda _: time.sleep(0.5))
     messages = endless.EndlessMessages()
-    messages.end([0], 0)
+    messages.end([0], 0, known=())
     assert messages._check_at <= time.monotonic() + 2.0
 
 

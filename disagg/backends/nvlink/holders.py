@@ -15,6 +15,8 @@ import time
 from disagg.machine.processes import pid_of
 
 BACKLOG = 4096
+MAX_HELD = 1024
+"""Any process of this host may connect. More mappings are not known."""
 
 
 class Mappings:
@@ -43,7 +45,7 @@ class Mappings:
             return tuple(pid for _, pid in self._held)
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(BACKLOG):  # others may connect meanwhile
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
@@ -51,6 +53,10 @@ class Mappings:
             except OSError:  # no descriptor is left
                 self.seen.add(0)
                 return
+            if len(self._held) >= MAX_HELD:
+                connection.close()
+                self.seen.add(0)
+                continue
             pid = pid_of(connection)
             self._held.append((connection, pid))
             self.seen.add(pid)
