@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import Future
@@ -18,6 +20,21 @@ CONFIG, WEIGHTS = "adapter_config.json", ("*.safetensors", "adapter_model.bin", 
 SMALL_NBYTES = 16 << 20
 """A thread reads larger adapters, so that the server goes on meanwhile."""
 NUM_ADAPTERS = 4096
+READ_AGAIN_S = 10.0
+"""What could not be read is read again so much later: a shared file system may be away, or no descriptor left."""
+
+
+class _Reading(Future[str]):
+    """The digest of an adapter's files. They are read again from `again_at` on, if they could not be read."""
+
+    again_at = math.inf
+
+    def read(self, files: tuple[Path, ...]) -> None:
+        """Without files, or if one cannot be read, the digest is unique."""
+        digest = _digest(files)
+        if digest is None:
+            self.again_at = time.monotonic() + READ_AGAIN_S
+        self.set_result(digest or secrets.token_hex(16))
 
 
 class Adapters:
@@ -26,7 +43,7 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Hashable, Future[str]] = OrderedDict()
+        self._found: OrderedDict[Hashable, _Reading] = OrderedDict()
 
     def digest(self, path: str, *, loaded: Hashable, may_change: bool = False) -> Future[str]:
         """`loaded` is the server's name of the adapter, new at each load, unless it may be read again in place
@@ -34,28 +51,28 @@ class Adapters:
         """
         key = path, loaded, _version(path) if may_change else None
         found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = Future()
+        if found is None or time.monotonic() >= found.again_at:
+            found = self._found[key] = _Reading()
             if len(self._found) > NUM_ADAPTERS:
                 self._found.popitem(last=False)
             self._begin(path, found)
         return found
 
-    def _begin(self, path: str, found: Future[str]) -> None:
+    def _begin(self, path: str, found: _Reading) -> None:
         try:
             files = adapter_files(path)
             is_small = sum(file.stat().st_size for file in files) <= SMALL_NBYTES
         except OSError as error:
             files, is_small = (), True
             logger.warning("adapter %r: its requests are not handed over, since it cannot be read: %s", path, error)
-        reading = threading.Thread(target=lambda: found.set_result(_digest(files)), name="disagg-adapter", daemon=True)
+        reading = threading.Thread(target=found.read, args=(files,), name="disagg-adapter", daemon=True)
         try:
             if not is_small:
                 reading.start()
                 return
         except RuntimeError as error:  # no thread is left
             logger.warning("adapter %r: it is read at once: %s", path, error)
-        found.set_result(_digest(files))
+        found.read(files)
 
 
 def adapter_files(path: str) -> tuple[Path, ...]:
@@ -81,14 +98,14 @@ def _version(path: str) -> tuple[tuple[int, int], ...]:
         return ()
 
 
-def _digest(files: tuple[Path, ...]) -> str:
-    """Unique without files, or if one cannot be read."""
+def _digest(files: tuple[Path, ...]) -> str | None:
+    """`None` without files, or if one cannot be read."""
     try:
         parts = [file.name.encode() + b"\0" + _content(file) for file in files]
     except (OSError, MemoryError) as error:
         logger.warning("adapter: its requests are not handed over, since a file cannot be read: %s", error)
         parts = []
-    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest() if parts else secrets.token_hex(16)
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest() if parts else None
 
 
 def _content(file: Path) -> bytes:

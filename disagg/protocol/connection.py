@@ -189,10 +189,12 @@ class PeerConnection:
         self._step(ConnectionStep.CALLED)
         self.problem, self.hello_at, self.hello_retry_s = problem, retry_at, 0.0
 
-    def reject(self, problem: str, retry_at: float) -> None:
-        """One side refuses the other for a reason that will not pass by itself."""
+    def reject(self, problem: str, retry_at: float, unanswered: int) -> None:
+        """One side refuses the other for a reason that will not pass by itself. This counts as `unanswered` hellos: the peer's
+        name may lead to another rank by now.
+        """
         self._step(ConnectionStep.REJECTED)
-        self.problem, self.hello_at, self.hello_retry_s = problem, retry_at, 0.0
+        self.problem, self.hello_at, self.hello_retry_s, self.unanswered = problem, retry_at, 0.0, unanswered
 
     def cannot_use(self, problem: str, retry_at: float) -> None:
         """A ready peer cannot be used now. Its generation goes on."""

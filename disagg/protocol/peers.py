@@ -434,7 +434,7 @@ class PeerTable:
         if final or not is_own:
             self.effects.append(Refused(link.instance, link.address, problem))
         if final:
-            link.reject(problem, now + self._limits.refused_retry_s)
+            link.reject(problem, now + self._limits.refused_retry_s, RECONNECT_AFTER)
             return
         is_overtaken = link.heard or is_own
         link.defer(problem, now + (self._limits.hello_retry_s if is_overtaken else self._limits.refused_retry_s))

@@ -71,6 +71,27 @@ def test_an_adapter_that_cannot_be_read_equals_no_other(write: Write, missing: s
     assert "are not handed over, since it cannot be read" in caplog.text
 
 
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["by a thread", "at once"])
+def test_an_error_that_passes_does_not_last(write: Write, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared file system was away, or no descriptor was left."""
+    monkeypatch.setattr(adapters, "SMALL_NBYTES", small)
+    path, known = write(), Adapters()
+    expected = digest(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "READ_AGAIN_S", 60.0)
+
+        def fails(_: Path) -> bytes:
+            raise OSError(24, "Too many open files")
+
+        patch.setattr(adapters, "_content", fails)
+        lasting = known.digest(path, loaded=1).result(10)
+        assert lasting == known.digest(path, loaded=1).result(10) != expected, "not at each request"
+        patch.setattr(adapters, "READ_AGAIN_S", 0.0)
+        assert known.digest(path, loaded=2).result(10) != expected
+    assert known.digest(path, loaded=2).result(10) == expected
+    assert known.digest(path, loaded=1).result(10) == lasting
+
+
 def test_an_adapter_is_read_when_it_is_loaded(write: Write) -> None:
     """What changes on the disk afterwards is not in the server's memory, unless it reads the adapter again in place."""
     path, known = write(), Adapters()

@@ -15,6 +15,7 @@ from disagg.protocol.messages import (
 )
 from disagg.protocol.peer_effects import (
     Connect,
+    Disconnect,
     Ready,
     Refused,
     ReplyOn,
@@ -75,7 +76,7 @@ def test_a_refused_welcome_sets_the_problem_and_is_retried() -> None:
     table.tick(LIMITS.refused_retry_s - 1.0)
     assert take_effects(table) == []
     table.tick(LIMITS.refused_retry_s)
-    assert SendHello(0) in take_effects(table)
+    assert take_effects(table) == [Disconnect(0), Connect(1, LEADER, None), SendHello(1)]
     reply(table, LEADER, welcome(), 30.0)
     assert table.instances["decode-0"].ready
     assert table.instances["decode-0"].refusal == ""
@@ -92,7 +93,27 @@ def test_a_refused_peer_that_says_hello_gets_one_at_once() -> None:
     table.on_inbound(b"c1", "", hello(), 1.0)
     assert table.instances["decode-0"].refusal == ""
     table.tick(1.0)
-    assert SendHello(0, 0, 7) in take_effects(table)
+    assert take_effects(table)[-3:] == [Disconnect(0), Connect(1, LEADER, None), SendHello(1, 0, 7)]
+
+
+def test_a_name_that_has_led_to_another_rank_is_looked_up_again() -> None:
+    """Two pods have swapped their addresses, or the record was stale. Each connection looks it up."""
+    table = peer_table()
+    table.add_peer("decode-0", "tcp://decode-0:7100", None, 0.0)
+    other = Reject(field="hello", reason="expected decode-0/0 here", final=True)
+    num_connects, now = 0, 0.0
+    while now < 600.0:
+        table.tick(now)
+        for effect in take_effects(table):
+            num_connects += isinstance(effect, Connect)
+            if isinstance(effect, SendHello):
+                table.on_reply(effect.dial, other, now)
+        now = max(now + 0.1, table.next_tick)
+    assert num_connects >= 600.0 // LIMITS.refused_retry_s
+    table.on_inbound(b"c1", "", hello(), now)  # the right one
+    table.tick(now)
+    *_, disconnect, connect, asked = take_effects(table)
+    assert (type(disconnect), type(connect), type(asked)) == (Disconnect, Connect, SendHello)
 
 
 def test_a_refusal_that_has_passed_is_found_out_by_the_peers_hello() -> None:
