@@ -53,8 +53,6 @@ def health_of(runtime: Runtime) -> Health:
         state, reason = session.lease.status
         if state is LeaseState.QUARANTINED:
             counts[reason] = counts.get(reason, 0) + 1
-    total, limit = sum(counts.values()), runtime.limits.max_quarantined
-    too_many = f"requests with quarantined rows: {total}, of {limit} at most" if total > limit else ""
     senders = Counter(isinstance(handle, Sender) for handle in runtime.requests.open_handles())
     return Health(
         ok=not runtime.problem,
@@ -67,8 +65,14 @@ def health_of(runtime: Runtime) -> Health:
         num_sending=senders[True],
         quarantined=counts,
         pack_below=runtime.pack_below,
-        renewal_due="; ".join(filter(None, (too_many, runtime.sessions.lender.problem, renewal_due(runtime.backend)))),
+        renewal_due=_renewal_due(runtime, sum(counts.values())),
     )
+
+
+def _renewal_due(runtime: Runtime, num_quarantined: int) -> str:
+    limit = runtime.limits.max_quarantined
+    too_many = f"requests with quarantined rows: {num_quarantined}, of {limit} at most" if num_quarantined > limit else ""
+    return "; ".join(filter(None, (too_many, runtime.sessions.lender.problem, renewal_due(runtime.backend))))
 
 
 def unready(runtime: Runtime) -> str:
@@ -122,6 +126,12 @@ class Reader(Collector):
             ("healthy", "1 while the manager works, 0 once a thread of it has died or it was closed.", None, {"": healthy}),
             ("peer_ready", "Whether every rank of a known peer is ready.", "peer", ready),
             ("peer_ranks_connected", "Ranks of a known peer that are connected.", "peer", ranks),
+            (
+                "renewal_due",
+                "1 if this manager should be closed and built anew; the log says why.",
+                None,
+                {"": _renewal_due(runtime, sum(requests.values())) != ""},
+            ),
             ("pack_below_bytes", "Pieces below this size travel packed.", None, {"": runtime.pack_below}),
             ("quarantined_rows", "Rows that are not proved quiet.", "reason", rows),
             ("quarantined_requests", "Requests with such rows.", "reason", requests),

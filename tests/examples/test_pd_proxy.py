@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import sys
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import ClientResponse, ClientSession, web
+from aiohttp import ClientResponse, ClientSession, ClientTimeout, web
 
 from examples import pd_proxy
 from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end, main
@@ -397,6 +398,36 @@ def test_a_server_that_wants_a_key_gets_the_clients() -> None:
         assert (status, text) == (401, '{"error": "Unauthorized"}')
 
     run(scenario, StandIn(prefills), guarded)
+
+
+def test_a_connection_to_a_host_that_vanishes_ends() -> None:
+    """Also one that only waits for an answer, in which nothing is lost."""
+    with pd_proxy.watched_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 80))) as found:
+        assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, count, interval = (
+            found.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPCNT", "TCP_KEEPINTVL")
+        )
+        assert idle + count * interval == 30
+        assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+def test_a_server_that_does_not_say_what_it_is_holds_up_no_request_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd_proxy, "ASK_TIMEOUT", ClientTimeout(total=0.1))
+    pair_decode = StandIn(decodes)
+
+    async def silent(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(pair_decode, "handle", silent)
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post(COMPLETION)
+        assert status == 503
+        assert "does not answer" in text
+
+    run(scenario, StandIn(prefills), pair_decode)
 
 
 def test_a_cookie_of_one_answer_is_not_sent_with_other_requests() -> None:

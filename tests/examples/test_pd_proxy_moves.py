@@ -383,6 +383,26 @@ def test_an_answer_that_moves_late_and_again() -> None:
     run(scenario, one, other)
 
 
+def test_an_answer_does_not_go_to_a_server_that_came_back_with_a_smaller_limit() -> None:
+    """It would shorten the answer without a word."""
+    one, other = Decode(num_at_once=30), Decode(num_at_once=5)
+    other.told = {"stopped": {**STOPPED, "max_tokens": 9}}
+
+    async def scenario(servers: Servers) -> None:
+        answering = asyncio.create_task(servers.answer())
+        await until(lambda: bool(servers.one.bodies()))
+        assert [each["tokens"] for each in (await servers.drain(servers.one))["moved"]] == [31]
+        one.max_length = 42
+        await servers.drain(servers.one, "/admin/undrain")
+        draining = asyncio.create_task(servers.drain(servers.other))
+        await asyncio.sleep(0.2)
+        other.going.set()
+        assert await answering == WHOLE
+        assert [each["reason"][:32] for each in (await draining)["stayed"]] == ["no other server goes on with it:"]
+
+    run(scenario, one, other)
+
+
 def test_a_client_that_leaves_while_its_answer_moves() -> None:
     """The server that has stopped it need not keep it."""
     other = Decode()
