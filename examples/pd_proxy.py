@@ -66,6 +66,8 @@ SILENT_S, PROBES, PROBE_S = 10, 4, 5
 """A host that has said nothing for so long is asked so often, every so many seconds. One that is gone says nothing to a
 connection that waits for an answer.
 """
+UNREAD_S = 180
+"""How long a request may wait on its way to a server that reads nothing, or whose host is gone."""
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
 MAX_CONVERSATIONS = 10_000
@@ -757,7 +759,7 @@ def fill_of(attempt: Attempt, prefilling: asyncio.Task[Any]) -> Fill | None:
 def is_server_error(event: Body) -> bool:
     """Whether an event says that the server has failed. An error of the request is for the client."""
     error = error_of(event)
-    code = (error.get("code") or error.get("status_code")) if isinstance(error, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
     return bool(error) and not (isinstance(code, int) and 400 <= code < 500)
 
 
@@ -765,8 +767,8 @@ def error_of(event: Body) -> Any:
     """Also SGLang's, whose `/generate` calls it the reason why the answer has ended."""
     meta = event.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-    is_abort = isinstance(reason, dict) and reason.get("type") == "abort"
-    return event.get("error") or (reason if is_abort else None)
+    status = reason.get("status_code") if isinstance(reason, dict) else None  # none where a client has aborted it
+    return event.get("error") or (reason if isinstance(status, int) and status >= 500 else None)
 
 
 async def read_events(answer: ClientResponse, fill: Fill | None) -> AsyncGenerator[bytes]:
@@ -1267,12 +1269,12 @@ def hide_tokens(event: dict[str, Any]) -> None:
 
 
 def watched_socket(address: Any) -> socket.socket:
-    """A socket whose connection ends if the other host vanishes."""
+    """A socket whose connection ends if the other host vanishes, sooner if it waits for an answer."""
     family, kind, protocol, *_ = address
     found = socket.socket(family, kind, protocol)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": SILENT_S, "TCP_KEEPCNT": PROBES, "TCP_KEEPINTVL": PROBE_S}
-    options["TCP_USER_TIMEOUT"] = 1000 * (SILENT_S + PROBES * PROBE_S)
+    options["TCP_USER_TIMEOUT"] = 1000 * UNREAD_S
     for name, value in options.items():
         if hasattr(socket, name):  # not on every system
             found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

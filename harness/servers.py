@@ -23,6 +23,7 @@ from harness.ports import free_ports
 from harness.vllm.engine import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_OVERLAP = "--disable-overlap-schedule"
 SGLANG_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
@@ -109,7 +110,7 @@ class Server:
         }[mode]
         backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
         # With overlap SGLang's prefill makes a CUDA event for a cached prefix.
-        steps = ("--disable-overlap-schedule",) if mode == "prefill" else ()
+        steps = (NO_OVERLAP,) if mode == "prefill" else ()
         # A server does not start if others take more than half of the free memory meanwhile.
         common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.5", "--skip-server-warmup")
         idle = "--sleep-on-idle"  # otherwise every idle rank takes a whole core

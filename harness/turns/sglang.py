@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.ports import free_ports
-from harness.servers import Server
+from harness.servers import NO_OVERLAP, Server
 from harness.turns.answers import NUM_LOGPROBS, TOLERANCE, Answer
 from harness.turns.conversation import Habits, Prompt, Turn, Way
 from harness.turns.servers import Case
@@ -40,13 +40,14 @@ TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class SglangCase(Case):
-    """`prefill` and `decode` are options of SGLang's command line. The undivided server has pages of one token. `environ` are
-    environment variables of all servers.
+    """`prefill`, `decode` and `undivided` are options of SGLang's command line. The undivided server has pages of one token.
+    `environ` are environment variables of all servers.
     """
 
     model: str
     prefill: Sequence[str] = ()
     decode: Sequence[str] = ()
+    undivided: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -92,7 +93,19 @@ CASES = {
         habits=Habits(ways=WAYS, unit=16),
         tolerance=TOLERANCE,
         prefill=("--tp", "2", "--chunked-prefill-size", "256", *SLOTS, *SMALL),
-        decode=("--page-size", "64", *SLOTS, *SMALL),
+        decode=("--page-size", "64", NO_OVERLAP, *SLOTS, *SMALL),
+        undivided=(NO_OVERLAP,),
+        environ={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    ),
+    "qwen3-next-retracted": SglangCase(
+        model="qwen3-next",
+        habits=Habits(ways=WAYS, unit=16, longest=160, long_answers=0.6, most_at_once=6),
+        tolerance=TOLERANCE,
+        reached=(RETRACTED,),
+        prefill=("--page-size", "64", "--chunked-prefill-size", "256", *SLOTS, *SMALL),
+        # With overlap and a cache SGLang needs a GPU.
+        decode=("--disable-radix-cache", "--max-total-tokens", "384", "--num-reserved-decode-tokens", "1", *SLOTS),
+        undivided=(NO_OVERLAP,),
         environ={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     ),
     "qwen3-next-cached": SglangCase(
@@ -100,7 +113,9 @@ CASES = {
         habits=Habits(ways=WAYS, unit=16),
         tolerance=TOLERANCE,
         prefill=("--tp", "2", "--chunked-prefill-size", "256", *SLOTS, *SMALL),
-        decode=("--mamba-radix-cache-strategy", "no_buffer", RADIX_CACHE, *SLOTS, *SMALL),  # the other strategy needs a GPU
+        # The other strategy needs a GPU.
+        decode=("--mamba-radix-cache-strategy", "no_buffer", RADIX_CACHE, NO_OVERLAP, *SLOTS, *SMALL),
+        undivided=(NO_OVERLAP,),
         environ={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     ),
     "llama-stages": SglangCase(
@@ -133,7 +148,7 @@ class SglangServers:
         self._pool = stack.enter_context(ThreadPoolExecutor(32))  # first, so that servers end before it waits for requests
         self._prefill = start(*case.prefill, mode="prefill")
         self._decode = start(*case.decode, "--enable-metrics", mode="decode")
-        self._alone = start()
+        self._alone = start(*case.undivided)
         self._servers = {"prefill": self._prefill, "decode": self._decode, "the undivided server": self._alone}
         for server in self._servers.values():
             server.wait_ready()

@@ -76,7 +76,8 @@ def _extent(gpu: Gpu, region: MemoryRegion) -> tuple[int, int]:
     if not gpu.has_legacy_handle(region.address):
         raise ConfigError(
             f"{where} has no IPC handle, because cudaMalloc did not allocate it "
-            "(PyTorch: expandable_segments:True allocates such memory; allocate KV pools without it)"
+            "(PyTorch's expandable_segments:True and SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 allocate such memory; allocate KV "
+            "pools without)"
         )
     base, nbytes = gpu.extent(region.address)
     if region.address + region.nbytes > base + nbytes:

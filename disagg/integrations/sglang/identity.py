@@ -14,8 +14,13 @@ from disagg.layout.agreement import ModelId
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
 
-ROTARY = "sglang.srt.layers.rotary_embedding"
+ROTARY = "RotaryEmbedding"
 SCALED = {"linear", "llama3", "yarn", "dynamic", "longrope"}
+UNSCALED_BACKENDS = {"TorchNativeAttnBackend", "TorchFlexAttnBackend"}
+"""They write K and V as they are, and read them so."""
+DIVIDING_BACKENDS = {"TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend", "IntelAMXAttnBackend", "NoneType"}
+"""They divide what they write by a layer's scales, and multiply what they read."""
+DIVIDING_LATENTS = {"TritonAttnBackend", "NoneType"}
 UNSCALED = {"RotaryEmbedding", "MRotaryEmbedding"}
 """The classes of rotary embeddings that scale nothing."""
 FUSED = "fused"
@@ -59,19 +64,23 @@ def identify(
     all_scales: dict[int, tuple[float, ...]] = {}
     given = {name: value for name, value in options.items() if value}
     kinds: set[str] = set()
-    for stage in from_stages((windows(runner.model), scales, rotates_index_keys(runner.model), rope_classes(runner.model))):
+    changes = {"index_keys": "rotated"} if rotates_index_keys(runner.model) else {}
+    changes |= scaled_by(runner, kv_scales(runner, attention_layers(runner.model)).values())
+    for stage in from_stages((windows(runner.model), scales, changes, rope_classes(runner.model))):
         found |= stage[0]
         all_scales |= stage[1]
-        given |= {"index_keys": "rotated"} if stage[2] else {}
+        given |= stage[2]
         kinds |= stage[3]
-    rope, changes = read_ropes(source.text, kinds)
-    applied = Applied(windows=found, kv_scales=all_scales, rope=rope, options={**given, **changes})
+    rope, named = read_ropes(source.text, kinds)
+    applied = Applied(windows=found, kv_scales=all_scales, rope=rope, options={**given, **named})
     return model_id(source, applied, CONVENTIONS, name=name)
 
 
 def rope_classes(model: Any) -> set[str]:
-    """The names of SGLang's rotary embeddings in the model, and `FUSED` if its kernel computes one by itself."""
-    found = {type(each).__name__ for each in model.modules() if type(each).__module__.startswith(ROTARY)}
+    """The names of SGLang's rotary embeddings in the model, also those of a model's own, and `FUSED` if its kernel computes
+    one by itself.
+    """
+    found = {name for each in model.modules() if ROTARY in (name := type(each).__name__)}
     fused = (each for each in model.modules() if getattr(each, "use_fused_qk_norm_rope", False))
     return found | {FUSED for each in fused if hasattr(sys.modules[type(each).__module__], "compute_yarn_parameters")}
 
@@ -114,13 +123,31 @@ def rotates_index_keys(model: Any) -> bool:
 
 def kv_scales(runner: Any, layers: Iterable[Any]) -> dict[int, tuple[float, float]]:
     """By what SGLang divides each layer's K and V, which it does if the cache's dtype is not the model's. Floats that are
-    all divided by 1 have none.
+    all divided by 1 have none. Some attention backends read no scales.
     """
     if runner.kv_cache_dtype == runner.dtype:
         return {}
     found = {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in layers}
+    if attention_backends(getattr(runner, "attn_backend", None)) <= UNSCALED_BACKENDS:
+        found = dict.fromkeys(found, (1.0, 1.0))
     has_any = runner.kv_cache_dtype.itemsize == 1 or set(found.values()) - {(1.0, 1.0)}
     return found if has_any else {}
+
+
+def attention_backends(backend: Any) -> set[str]:
+    """The classes of one of SGLang's attention backends, or of its parts."""
+    parts = (getattr(backend, name, None) for name in ("prefill_backend", "decode_backend", "full_attn_backend"))
+    found = [attention_backends(each) for each in parts if each is not None and not isinstance(each, str)]
+    return set().union(*found) or {type(backend).__name__}
+
+
+def scaled_by(runner: Any, scales: Iterable[tuple[float, ...]]) -> dict[str, str]:
+    """Names the backends if they may not divide by scales other than 1 as vLLM and SGLang's usual ones do."""
+    backends = attention_backends(getattr(runner, "attn_backend", None))
+    dividing = DIVIDING_LATENTS if getattr(runner, "use_mla_backend", False) else DIVIDING_BACKENDS
+    if backends <= dividing or all(set(each) == {1.0} for each in scales):
+        return {}
+    return {"kv_scaled_by": ",".join(sorted(backends))}
 
 
 def check_scales(runner: Any, layers: Iterable[Any], expected: Mapping[int, tuple[float, float]]) -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+SETTLED = "disagg_settled"
+"""Marks requests of which SGLang knows the last token a step early."""
+
 
 def penalize(original: Callable[[Any], None], batch: Any) -> None:
     """Count each token once. With overlap SGLang counts a token a step after it was sampled, and in a request's first step the
-    prompt's last token; decode, which has the first token by then, would count that one in two steps.
+    prompt's last token; decode, which has the first token by then, would count that one in two steps. So it would the last one
+    after `settle`.
     """
-    taken = [(request, request.output_ids.pop()) for request in batch.reqs if batch.enable_overlap and _is_at_start(request)]
+    early = [each for each in batch.reqs if batch.enable_overlap and (_is_at_start(each) or getattr(each, SETTLED, False))]
+    taken = [(request, request.output_ids.pop()) for request in early]
     try:
         original(batch)
     finally:
         for request, token in taken:
             request.output_ids.append(token)
+            setattr(request, SETTLED, False)
 
 
 def _is_at_start(request: Any) -> bool:
@@ -51,8 +57,11 @@ def settle(scheduler: Any, batch: Any) -> None:
     if not (scheduler.enable_overlap and getattr(scheduler, "result_queue", None) and _has_recurrent_state(scheduler)):
         return
     if _is_test(scheduler) or not batch.check_decode_mem():
+        before = {request: len(request.output_ids) for request in batch.reqs}
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
         scheduler.last_batch = None  # of which the loop would process the result
+        for request, count in before.items():
+            setattr(request, SETTLED, len(request.output_ids) > count)
 
 
 def _has_recurrent_state(scheduler: Any) -> bool:

@@ -191,7 +191,11 @@ class Scales:
         return False
 
     def _names(self) -> set[str]:
-        return {name for name, each in self._layers.items() if hasattr(each, "_k_scale_float")}
+        return {
+            name
+            for name, each in self._layers.items()
+            if hasattr(each, "_k_scale_float") and str(each.kv_cache_dtype) not in PLAIN  # which has none, whatever they are
+        }
 
 
 class _Found(NamedTuple):

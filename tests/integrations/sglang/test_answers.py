@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from harness.servers import Reply, Server
+from harness.servers import NO_OVERLAP, Reply, Server
 from harness.vllm.models import write_model
 from tests.integrations.vllm.requests import prompts
 
@@ -62,7 +62,7 @@ CASES = {
         model="qwen3-next",
         prefill=("--tp", "2", "--chunked-prefill-size", "128"),
         decode=("--page-size", "64"),
-        options=("--max-mamba-cache-size", "64"),
+        options=("--max-mamba-cache-size", "64", NO_OVERLAP),  # the undivided server's cache needs a GPU otherwise
         environ={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     ),
     # Without `--enable-dp-lm-head` ranks exchange logits of batches of one size with an operator that only GPUs have.

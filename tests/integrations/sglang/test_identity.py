@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections import Counter
@@ -12,18 +13,28 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers import attention
 from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import base, get_rope
+from sglang.srt.models.gemma3_causal import Gemma3RotaryEmbedding
 from sglang.srt.models.qwen3_moe import compute_yarn_parameters
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from disagg import ConfigError, ModelId
 from disagg.core.errors import LocalProtocolError
 from disagg.integrations.sglang.host import check_options
-from disagg.integrations.sglang.identity import attention_layers, check_scales, identify, kv_scales, read_source, windows
+from disagg.integrations.sglang.identity import (
+    attention_layers,
+    check_scales,
+    identify,
+    kv_scales,
+    read_source,
+    scaled_by,
+    windows,
+)
 from disagg.integrations.shaping import SGLANG, names
 
 LLAMA = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
@@ -86,7 +97,7 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
     assert found.name == "llama"
     words = found.revision.split()
     assert {"windows=63@1", "rope.rope_theta=10000", "hidden_size=64", "keys=rotated"} <= set(words)
-    two_stages = identity(read_source(config(tmp_path), None, name=None), stages=lambda own: [({5: 31}, {}, False, set()), own])
+    two_stages = identity(read_source(config(tmp_path), None, name=None), stages=lambda own: [({5: 31}, {}, {}, set()), own])
     assert "windows=31@5;63@1" in two_stages.revision.split()
     other = json.dumps({**LLAMA.to_dict(), "hidden_size": 128})
     (tmp_path / "decrypted.json").write_text(other)
@@ -143,10 +154,23 @@ def test_a_scaling_that_a_model_of_sglang_does_not_read_is_named(kind: str, tmp_
     assert 'rope_scaling="not_read"' in ignores.revision.split()
     assert reads == other
     assert "rope_scaling" not in reads.revision
-    stages = identity(source, name="any", modules=[plain], stages=lambda own: [own, ({}, {}, False, {type(scaled).__name__})])
+    stages = identity(source, name="any", modules=[plain], stages=lambda own: [own, ({}, {}, {}, {type(scaled).__name__})])
     assert stages == reads, "a stage whose layers have no scaling"
     default = read_source(config(tmp_path), None, name="any")
     assert "rope_scaling" not in identity(default, name="any", modules=[plain]).revision
+
+
+def test_a_models_own_rotary_embedding_counts(tmp_path: Path) -> None:
+    """Gemma 3 gives its layers an unscaled one, and uses another, which it scales."""
+    gemma = Gemma3TextConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, head_dim=16)
+    gemma.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
+    flat = copy.deepcopy(gemma)
+    flat.rope_parameters = flat.rope_parameters["full_attention"]  # as SGLang makes it
+    own = Gemma3RotaryEmbedding(flat)
+    assert (own.rope_type, own.inv_freq[0].item()) == ("linear", 0.125)
+    source = read_source(config(tmp_path, hf_config=gemma, hf_text_config=gemma), None, name="any")
+    _, plain = rope("default")
+    assert "rope_scaling" not in identity(source, name="any", modules=[plain, own]).revision
 
 
 @pytest.mark.parametrize(("factor", "is_named"), [(8.0, False), (4.0, True)])
@@ -182,6 +206,49 @@ def test_scales_count_where_sglang_divides_by_them(tmp_path: Path) -> None:
     assert "kv_scales=1" in identity(source, dtype=fp8).revision.split()
     assert identity(source, dtype=fp8) == identity(source, dtype=fp8, k_scale_float=1.0, v_scale_float=1.0)
     assert identity(source, dtype=fp8) != identity(source, dtype=fp8, k_scale_float=0.5)
+
+
+class TorchNativeAttnBackend:
+    """Of these names: SGLang's own need a running server."""
+
+
+class TritonAttnBackend:
+    pass
+
+
+class WaveAttnBackend:
+    pass
+
+
+def test_scales_are_those_that_the_attention_backend_reads() -> None:
+    named = {"torch_native": TorchNativeAttnBackend, "triton": TritonAttnBackend, "wave": WaveAttnBackend}
+    for module, known in named.items():
+        assert f"class {known.__name__}(" in (Path(attention.__path__[0]) / f"{module}_backend.py").read_text()
+    found = layers(-1, -1)
+    for layer in found:
+        layer.k_scale_float, layer.v_scale_float = 0.5, 1.0
+
+    def runner(backend: Any, **more: Any) -> Any:
+        return SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn, attn_backend=backend, **more)
+
+    def hybrid(prefill: Any, decode: Any) -> Any:
+        return SimpleNamespace(full_attn_backend=SimpleNamespace(prefill_backend=prefill, decode_backend=decode))
+
+    divides, ignores, unknown = TritonAttnBackend(), TorchNativeAttnBackend(), WaveAttnBackend()
+    divides.prefill_backend = "fa2"  # as FlashInfer's, which names a kernel so
+    for backend, scale, expected in (
+        (divides, 0.5, {}),
+        (ignores, 1.0, {}),
+        (unknown, 0.5, {"kv_scaled_by": "WaveAttnBackend"}),
+        (hybrid(divides, divides), 0.5, {}),
+        (hybrid(ignores, ignores), 1.0, {}),
+        (hybrid(ignores, divides), 0.5, {"kv_scaled_by": "TorchNativeAttnBackend,TritonAttnBackend"}),
+    ):
+        scales = kv_scales(runner(backend), found)
+        assert scales == {0: (scale, 1.0), 1: (scale, 1.0)}
+        assert scaled_by(runner(backend), scales.values()) == expected
+    assert scaled_by(runner(unknown), [(1.0, 1.0)]) == {}
+    assert scaled_by(runner(divides, use_mla_backend=True), [(0.5, 1.0)]) == {}
 
 
 def test_scales_that_come_with_new_weights_are_found() -> None:

@@ -60,6 +60,26 @@ def test_each_token_is_penalized_once_as_by_one_server(overlap: bool) -> None:
     assert handed_over.output_ids.tolist() == ANSWER[: 3 if overlap else 4]
 
 
+def test_a_token_that_is_known_a_step_early_is_penalized_once() -> None:
+    """After `settle`, in a request that stays."""
+    stays = request()
+    stays.decode_batch_idx = 5
+    stays.output_ids.append(ANSWER[0])
+    assert counted(stays, overlap=True, is_decode=True) == ANSWER[0]
+    stays.output_ids.append(ANSWER[1])  # of the step before the one under way
+    decode: Any = SimpleNamespace(
+        enable_overlap=True,
+        result_queue=deque([(object(), ANSWER[2])]),
+        req_to_token_pool=object.__new__(HybridReqToTokenPool),
+        process_batch_result=lambda _, token: stays.output_ids.append(token),
+        forward_ct=1,
+    )
+    settle(decode, SimpleNamespace(check_decode_mem=lambda: False, reqs=[stays]))
+    assert stays.output_ids.tolist() == ANSWER[:3]
+    assert counted(stays, overlap=True, is_decode=True) == ANSWER[1]
+    assert counted(stays, overlap=True, is_decode=True) == ANSWER[2]
+
+
 def test_a_grammar_takes_the_last_token_of_a_retracted_request_once() -> None:
     """Those of llguidance and outlines note no token by themselves; SGLang takes it again where none is noted."""
     one, other = request(), request()
@@ -120,9 +140,10 @@ def test_a_recurrent_state_is_saved_with_the_tokens_that_it_has(
     monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT", is_test)
     monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT_INTERVAL", 1)
     decode = Decode(is_recurrent=is_recurrent)
-    settle(decode, SimpleNamespace(check_decode_mem=lambda: False))  # nothing is under way
+    batch = SimpleNamespace(check_decode_mem=lambda: not is_full, reqs=[request()])
+    settle(decode, batch)  # nothing is under way
     decode.launch(ANSWER[1])
-    settle(decode, SimpleNamespace(check_decode_mem=lambda: not is_full))
+    settle(decode, batch)
     may_retract = is_recurrent and (is_full or is_test)
     assert (decode.last_batch is None) is (not decode.result_queue) is may_retract
     assert (decode.state == state_after(decode.tokens[:-1])) is may_retract

@@ -153,7 +153,8 @@ def test_new_scales_of_each_head_are_noticed_if_the_largest_stays() -> None:
     """VLLM's numbers are the largest. A reload sets new ones, also of the same scales, and copies into the same tensors."""
     method = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"}))
     by_head, plain = (
-        SimpleNamespace(quant_method=given, _k_scale=torch.ones(2), _v_scale=torch.ones(2)) for given in (method, None)
+        SimpleNamespace(quant_method=given, kv_cache_dtype="fp8", _k_scale=torch.ones(2), _v_scale=torch.ones(2))
+        for given in (method, None)
     )
 
     def load(layer: SimpleNamespace, k: list[float]) -> None:
@@ -177,6 +178,8 @@ def test_new_scales_of_each_head_are_noticed_if_the_largest_stays() -> None:
     plain._v_scale_float = 0.5
     assert scales.have_changed()
     plain._v_scale_float = 1.0
+    layers["c"] = SimpleNamespace(**vars(plain) | {"kv_cache_dtype": "bfloat16"})
+    assert not scales.have_changed(), "its cache has no scales"
     del layers["b"]
     assert scales.have_changed()
 
