@@ -168,12 +168,15 @@ def test_unreadable_placements_are_a_protocol_error(data: bytes) -> None:
         decode_placements(data)
 
 
+MANY = tuple(range(MAX_LAYERS + 1))
+
+
 @pytest.mark.parametrize(
     "data",
     [
         bytes(MAX_PLACEMENTS_NBYTES + 1),
         encode([Placement("kv", 1, 1, (TensorPlacement("k", (), (), 1, {str(each): 1 for each in range(MAX_AXES + 1)}),))]),
-        encode([Placement("kv", 1, 1, (TensorPlacement("k", *[tuple(range(MAX_LAYERS + 1))] * 2, 1, {}),))]),
+        encode([Placement("kv", 1, 1, (TensorPlacement("k", MANY, MANY, 1, {}),))]),
     ],
     ids=["bytes", "axes", "layers"],
 )

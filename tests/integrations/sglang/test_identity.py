@@ -213,7 +213,7 @@ class TorchNativeAttnBackend:
 
 
 class TritonAttnBackend:
-    pass
+    prefill_backend = "fa2"  # as FlashInfer's, which names a kernel so
 
 
 class WaveAttnBackend:
@@ -235,7 +235,6 @@ def test_scales_are_those_that_the_attention_backend_reads() -> None:
         return SimpleNamespace(full_attn_backend=SimpleNamespace(prefill_backend=prefill, decode_backend=decode))
 
     divides, ignores, unknown = TritonAttnBackend(), TorchNativeAttnBackend(), WaveAttnBackend()
-    divides.prefill_backend = "fa2"  # as FlashInfer's, which names a kernel so
     for backend, scale, expected in (
         (divides, 0.5, {}),
         (ignores, 1.0, {}),

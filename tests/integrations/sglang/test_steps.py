@@ -83,15 +83,14 @@ def test_a_token_that_is_known_a_step_early_is_penalized_once() -> None:
 def test_a_grammar_takes_the_last_token_of_a_retracted_request_once() -> None:
     """Those of llguidance and outlines note no token by themselves; SGLang takes it again where none is noted."""
     one, other = request(), request()
-    one.grammar = BaseGrammarObject()
-    assert one.grammar.current_token is None
+    grammar = one.grammar = BaseGrammarObject()
     for each in (one, other):
         each.output_ids.append(ANSWER[0])
     note_accepted(None, SimpleNamespace(reqs=[one, other]))
-    assert one.grammar.current_token == ANSWER[0]
+    assert grammar.current_token == ANSWER[0]
     one.output_ids.append(ANSWER[1])
     note_accepted(None, SimpleNamespace(reqs=[one]))
-    assert one.grammar.current_token == ANSWER[0]
+    assert grammar.current_token == ANSWER[0]
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
