@@ -102,8 +102,8 @@ CASES = {
         habits=Habits(ways=WAYS, unit=16, longest=160, long_answers=0.6, most_at_once=6),
         tolerance=TOLERANCE,
         reached=(RETRACTED,),
-        prefill=("--page-size", "64", "--chunked-prefill-size", "256", *SLOTS, *SMALL),
-        # With overlap and a cache SGLang needs a GPU.
+        prefill=("--chunked-prefill-size", "256", *SLOTS, *SMALL),
+        # With a cache, and with overlap or pages of several tokens, SGLang needs a GPU.
         decode=("--disable-radix-cache", "--max-total-tokens", "384", "--num-reserved-decode-tokens", "1", *SLOTS),
         undivided=(NO_OVERLAP,),
         environ={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
