@@ -318,7 +318,8 @@ class Sender(RequestHandle):
         ready: ReadyEvent | None = None,
     ) -> None:
         """Send `rows`: `tokens` `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
-        (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
+        (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released. Tokens
+        that share a position (`Role.granule`) go with the last of them, so earlier ones must be computed by then.
 
         Raises `LocalProtocolError` for arguments of the wrong type, an undeclared component, tokens of a layer that were
         already sent, rows that a receive holds, more than 65,536 chunks, after `finish`, or once the manager has ended;

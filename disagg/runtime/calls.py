@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +42,7 @@ def open_receiver(
     """
     check_ready(ready)
     check_text(label, "label")
+    need = copy.deepcopy(need)  # it is read again once the peer is known, and the caller may use it for the next request
     local, known = runtime.local, runtime.directory.agreement(peer)
     group = check_number(group, f"group of peer {peer!r}", 2**31 if known is None else known.num_groups)
 

@@ -19,7 +19,8 @@ _open: set[Lifetime] = set()
 
 class Lifetime:
     """`threads` are the manager's own, in which callbacks of the server run. `inherited` says why a forked child cannot use
-    the manager; it is empty elsewhere.
+    the manager; it is empty elsewhere. `close` runs in a thread of its own, so that an interrupted caller leaves nothing
+    half closed.
     """
 
     def __init__(self, close: Callable[[], None], *, threads: Callable[[], Container[threading.Thread]]) -> None:
@@ -28,6 +29,7 @@ class Lifetime:
         self._lock = threading.Lock()
         self._closer: threading.Thread | None = None
         self._over = threading.Event()
+        self._error: BaseException | None = None
         self._pid = os.getpid()
         self.inherited = ""
         _watch_process()
@@ -40,25 +42,30 @@ class Lifetime:
         return "the manager is closing" if self._closer is not None else ""
 
     def end(self) -> None:
-        """Close, or wait for the thread that does. One of the manager's threads cannot wait: then another one closes, and
-        this returns at once.
+        """Close, or wait for the thread that does; the first call raises what closing raises. One of the manager's threads
+        cannot wait: then this returns at once.
         """
         if self.inherited:
             return
         current = threading.current_thread()
-        is_own = current in self._threads()
         with self._lock:
             is_first = self._closer is None
             if self._closer is None:
-                self._closer = threading.Thread(target=self._run, name="disagg-close", daemon=True) if is_own else current
+                self._closer = threading.Thread(target=self._run, name="disagg-close", daemon=True)
+                try:
+                    self._closer.start()
+                except RuntimeError:  # no thread is left, or the interpreter ends
+                    self._closer = current
             closer = self._closer
         if closer is current:
             if is_first:  # else a callback in the thread that closes
                 self._run()
-        elif is_first:
-            closer.start()
-        elif not is_own:
+        elif current in self._threads():
+            return
+        else:
             self._over.wait()
+        if is_first and self._error is not None:
+            raise self._error
 
     def forget(self) -> None:
         """The engine is closed: a child that is forked from now on has nothing to leave alone."""
@@ -74,6 +81,8 @@ class Lifetime:
     def _run(self) -> None:
         try:
             self._close()
+        except BaseException as error:  # noqa: BLE001 (whatever it is, the caller raises it)
+            self._error = error
         finally:
             self._over.set()
 

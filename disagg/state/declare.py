@@ -119,8 +119,8 @@ class Role:
     """A tensor that each layer has, such as K or V.
 
     `axes`: its axes in memory order, with `page` or `slot` among them. `inner`: those of constant size. `granule` tokens
-    share one position of the token axis, which is moved once all of them are sent (a block scale exists earlier, so it is a
-    separate component: `docs/states.md`). `dtype` is required if a rank may have no layer of the role. `tensors` are by
+    share one position of the token axis, which is moved with the chunk that has the last of them: send such components in
+    order (a block scale exists earlier, so it is a separate component: `docs/states.md`). `dtype` is required if a rank may have no layer of the role. `tensors` are by
     layer; a role without them describes memory to allocate.
 
     With a `scale` a peer may hold the role in another dtype, and the writer converts it. The scale is 1 for formats of 16

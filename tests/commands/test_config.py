@@ -205,3 +205,9 @@ def test_a_manager_of_settings_moves_a_request() -> None:
 def test_settings_cover_every_argument_of_the_manager() -> None:
     given = Config(name="a").manager_arguments().keys() | {"topology", "components", "model"}
     assert given == inspect.signature(KVManager).parameters.keys()
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."])
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / name))):
+        Config.load(file=tmp_path / name)

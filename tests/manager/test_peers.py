@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -33,7 +34,7 @@ from disagg.core.leases import LeaseState
 from disagg.machine.descriptors import NEEDED, shortage
 from disagg.machine.processes import ProcessWatch
 from disagg.machine.tcp import listening_sockets
-from disagg.protocol.types import Limits, PeerRank, RequestKey
+from disagg.protocol.types import Event, Limits, PeerRank, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
 from tests.manager.conftest import untouched
@@ -281,6 +282,35 @@ def test_close_aborts_active_requests_and_can_be_called_twice() -> None:
         assert isinstance(receiver.wait(timeout_s=DEADLINE_S).error, RequestAborted)
         assert instances.decode[0].manager.events()
         instances.decode.clear()
+
+
+def test_an_interrupted_close_goes_on_and_can_be_waited_for() -> None:
+    """Whoever waits for a request hears its end, and no thread is left."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, go_on, heard = set(threading.enumerate()), threading.Event(), list[Event]()
+    with cluster(Side(), Side()) as instances:
+        rank = instances.decode[0]
+        waits, slow = (receive(rank, new_request_id(), PageList((page,)), need=(0, 4)) for page in (1, 2))
+        waiter = threading.Thread(target=lambda: heard.append(waits.wait()))
+        waiter.start()
+        slow.on_end(lambda _: go_on.wait(60))
+        slow.abort("to hold up the control thread")
+        handler = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                rank.manager.close()
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+        go_on.set()
+        rank.manager.close()
+        waiter.join(60)
+        assert [event.ok for event in heard] == [False]
+        instances.decode.clear()
+    until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_closed_manager_has_no_ready_peer_and_gives_no_engine() -> None:

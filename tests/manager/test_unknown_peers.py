@@ -49,6 +49,23 @@ def strangers(prefill: Side, decode: Side, **settings: Any) -> Iterator[Cluster]
             rank.manager.close()
 
 
+def test_what_a_request_needs_is_read_at_the_call() -> None:
+    """Also if its peer is not known yet: a server may use the same mapping, and the same ranges, for its next request."""
+    with strangers(Side(), Side()) as instances:
+        prefill, decode = instances.prefill[0], instances.decode[0]
+        request, need = new_request_id(), {"kv": [0, TOKENS]}
+        offer(prefill, request)
+        given: Any = {"rows": rows_of(decode), "need": need, "address": prefill.manager.address, "deadline_s": DEADLINE_S}
+        receiver = decode.manager.receiver(request, peer="prefill-0", **given)
+        need["kv"][1] = 1
+        del need["kv"]
+        assert receiver.wait().ok
+        assert receiver.need == {"kv": (0, TOKENS)}
+        pages = PageList(tuple(rows_of(decode)["kv"].ids.tolist()), 0)
+        expected = reference.expected(MODEL, decode.spec, pages, num_tokens=TOKENS, need=(0, TOKENS))
+        assert reference.first_difference(expected, decode.pools) is None
+
+
 def offer(rank: Rank, request: bytes, **more: Any) -> Any:
     """Fill the first pages of a prefill rank and send them to whoever wants them."""
     pages = PageList(tuple(rows_of(rank)["kv"].ids.tolist()), 0)

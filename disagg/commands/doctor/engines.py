@@ -191,7 +191,7 @@ def nvlink(machine: Machine) -> Iterator[Finding]:
             "nvlink",
             Level.WARNING,
             str(error),
-            "backend 'nvlink' cannot be used: transfers between GPUs of this host use another engine",
+            "GPU pools cannot be served, except without packing (pack_below=0), and not over backend 'nvlink'",
             f"pip install '.[nvlink]'{IN_CLONE}; if nvidia-smi shows another CUDA version than 13: the packages cuda-bindings "
             "and nvidia-cuda-nvrtc of that version",
         )
