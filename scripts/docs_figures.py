@@ -37,7 +37,7 @@ def vllm_bullets() -> Iterator[str]:
     )
     yield (
         f"* **Requests per second** of the same clients: {rate[0]:.1f}. {THEIRS}: {rate[1]:.1f}. "
-        f"Two undivided servers: {rate[2]:.1f}, with longer gaps between tokens: {gap[2]:.0f} ms beside {gap[0]:.0f} (p99)."
+        f"Two undivided servers: {rate[2]:.1f}, with longer gaps between tokens: {gap[2]:.0f} ms instead of {gap[0]:.0f} (p99)."
     )
 
 
