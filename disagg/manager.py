@@ -407,8 +407,8 @@ class KVManager:
 
     def close(self) -> None:
         """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first.
-        In a callback, which runs in a thread of the manager, this returns at once and another thread closes. In a handler of
-        a signal it may wait for ever, as all that takes locks: set a flag there.
+        Another thread closes, and runs the callbacks of requests that end thereby: hold no lock that they take. In a callback
+        this returns at once. In a handler of a signal it may wait for ever, as all that takes locks: set a flag there.
 
         If the engine's end proves all rows quiet, quarantined rows are released as well. Otherwise keep their pools in
         memory: a stopped peer may still write there.

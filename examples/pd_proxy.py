@@ -66,8 +66,6 @@ SILENT_S, PROBES, PROBE_S = 10, 4, 5
 """A host that has said nothing for so long is asked so often, every so many seconds. One that is gone says nothing to a
 connection that waits for an answer.
 """
-UNREAD_S = 180
-"""How long a request may wait on its way to a server that reads nothing, or whose host is gone."""
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
 MAX_CONVERSATIONS = 10_000
@@ -1269,12 +1267,11 @@ def hide_tokens(event: dict[str, Any]) -> None:
 
 
 def watched_socket(address: Any) -> socket.socket:
-    """A socket whose connection ends if the other host vanishes, sooner if it waits for an answer."""
+    """A socket whose connection ends if the other host vanishes while the proxy waits for an answer."""
     family, kind, protocol, *_ = address
     found = socket.socket(family, kind, protocol)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": SILENT_S, "TCP_KEEPCNT": PROBES, "TCP_KEEPINTVL": PROBE_S}
-    options["TCP_USER_TIMEOUT"] = 1000 * UNREAD_S
     for name, value in options.items():
         if hasattr(socket, name):  # not on every system
             found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

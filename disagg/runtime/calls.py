@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from disagg.arguments import Ids, check_needs, check_number, check_ready, check_text
 from disagg.core.events import ReadyEvent
-from disagg.core.rows import Rows, TokenRange
+from disagg.core.rows import Rows, TokenRange, token_range
 from disagg.ending import Ending
 from disagg.layout.agreement import Agreement
 from disagg.protocol.messages import Verify
@@ -42,7 +41,6 @@ def open_receiver(
     """
     check_ready(ready)
     check_text(label, "label")
-    need = copy.deepcopy(need)  # it is read again once the peer is known, and the caller may use it for the next request
     local, known = runtime.local, runtime.directory.agreement(peer)
     group = check_number(group, f"group of peer {peer!r}", 2**31 if known is None else known.num_groups)
 
@@ -52,6 +50,8 @@ def open_receiver(
         return check_needs(local, local.topology.group_rank, agreed, rows, need)
 
     needed, ids = needs(known)
+    # It is read again once the peer is known, and the caller may use it for the next request.
+    need = {name: token_range(given) or given for name, given in need.items()}
     ending = Ending(runtime.spin_s)
     receiver = Receiver(runtime, ending, key=key, peer=peer, tag=tag, label=label, need=needed, ids=ids)
     deadline = ending.moments.opened_at + deadline_s

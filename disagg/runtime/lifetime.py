@@ -20,7 +20,7 @@ _open: set[Lifetime] = set()
 class Lifetime:
     """`threads` are the manager's own, in which callbacks of the server run. `inherited` says why a forked child cannot use
     the manager; it is empty elsewhere. `close` runs in a thread of its own, so that an interrupted caller leaves nothing
-    half closed.
+    half closed, and callbacks of the server then run in that one.
     """
 
     def __init__(self, close: Callable[[], None], *, threads: Callable[[], Container[threading.Thread]]) -> None:
@@ -30,6 +30,8 @@ class Lifetime:
         self._closer: threading.Thread | None = None
         self._over = threading.Event()
         self._error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        """The one that closes, unless it is the caller's."""
         self._pid = os.getpid()
         self.inherited = ""
         _watch_process()
@@ -41,7 +43,7 @@ class Lifetime:
             return self.inherited or "the manager was closed"
         return "the manager is closing" if self._closer is not None else ""
 
-    def end(self) -> None:
+    def end(self, *, timeout_s: float | None = None) -> None:
         """Close, or wait for the thread that does; the first call raises what closing raises. One of the manager's threads
         cannot wait: then this returns at once.
         """
@@ -51,11 +53,11 @@ class Lifetime:
         with self._lock:
             is_first = self._closer is None
             if self._closer is None:
-                self._closer = threading.Thread(target=self._run, name="disagg-close", daemon=True)
+                self._closer = self.thread = threading.Thread(target=self._run, name="disagg-close", daemon=True)
                 try:
-                    self._closer.start()
+                    self.thread.start()
                 except RuntimeError:  # no thread is left, or the interpreter ends
-                    self._closer = current
+                    self._closer, self.thread = current, None
             closer = self._closer
         if closer is current:
             if is_first:  # else a callback in the thread that closes
@@ -63,7 +65,7 @@ class Lifetime:
         elif current in self._threads():
             return
         else:
-            self._over.wait()
+            self._over.wait(timeout_s)
         if is_first and self._error is not None:
             raise self._error
 
@@ -81,7 +83,8 @@ class Lifetime:
     def _run(self) -> None:
         try:
             self._close()
-        except BaseException as error:  # noqa: BLE001 (whatever it is, the caller raises it)
+        except BaseException as error:  # also if no caller is left to raise it
+            logger.exception("a manager could not be closed")
             self._error = error
         finally:
             self._over.set()
@@ -106,16 +109,16 @@ def _end_all() -> None:
     try:
         thread.start()
     except RuntimeError:  # Python 3.12 starts no thread any more at this point
-        _end_each()
+        _end_each(timeout_s=EXIT_TIMEOUT_S)
         return
     thread.join(EXIT_TIMEOUT_S)
     if thread.is_alive():
         logger.error("the managers could not be closed within %s s of the interpreter's end", EXIT_TIMEOUT_S)
 
 
-def _end_each() -> None:
+def _end_each(*, timeout_s: float | None = None) -> None:
     for lifetime in tuple(_open):
         try:
-            lifetime.end()
+            lifetime.end(timeout_s=timeout_s)
         except Exception:
             logger.exception("a manager could not be closed at the interpreter's end")

@@ -258,7 +258,8 @@ class Runtime:
 
     def threads(self) -> tuple[threading.Thread, ...]:
         """Those that call the server."""
-        return self.loop.thread, self.worker.thread, self.verification.worker.thread
+        closing = () if self.lifetime.thread is None else (self.lifetime.thread,)
+        return self.loop.thread, self.worker.thread, self.verification.worker.thread, *closing
 
     def _close(self) -> None:
         self.commands.put(lambda _: self.peers.close("the manager was closed"))

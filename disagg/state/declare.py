@@ -118,10 +118,10 @@ def tokens_in_turn(rank: Topology) -> Owned:
 class Role:
     """A tensor that each layer has, such as K or V.
 
-    `axes`: its axes in memory order, with `page` or `slot` among them. `inner`: those of constant size. `granule` tokens
-    share one position of the token axis, which is moved with the chunk that has the last of them: send such components in
-    order (a block scale exists earlier, so it is a separate component: `docs/states.md`). `dtype` is required if a rank may have no layer of the role. `tensors` are by
-    layer; a role without them describes memory to allocate.
+    `axes`: its axes in memory order, with `page` or `slot` among them. `inner`: those of constant size. `granule` tokens share
+    one position of the token axis, which is moved with the chunk that has the last of them: send such components in order (a
+    block scale exists earlier, so it is a separate component: `docs/states.md`). `dtype` is required if a rank may have no
+    layer of the role. `tensors` are by layer; a role without them describes memory to allocate.
 
     With a `scale` a peer may hold the role in another dtype, and the writer converts it. The scale is 1 for formats of 16
     and 32 bits. With a `scale_axis` each layer has a scale for every position of that inner axis, over all ranks.

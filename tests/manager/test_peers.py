@@ -35,6 +35,7 @@ from disagg.machine.descriptors import NEEDED, shortage
 from disagg.machine.processes import ProcessWatch
 from disagg.machine.tcp import listening_sockets
 from disagg.protocol.types import Event, Limits, PeerRank, RequestKey
+from disagg.runtime.lifetime import Lifetime
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
 from tests.manager.conftest import untouched
@@ -311,6 +312,36 @@ def test_an_interrupted_close_goes_on_and_can_be_waited_for() -> None:
         assert [event.ok for event in heard] == [False]
         instances.decode.clear()
     until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_what_closing_raises_is_logged_and_raised_by_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise OSError("the engine is stuck")
+
+    lifetime = Lifetime(fails, threads=tuple)
+    with pytest.raises(OSError, match="the engine is stuck"):
+        lifetime.end()
+    lifetime.end()
+    lifetime.forget()
+    assert "a manager could not be closed" in caplog.text
+    assert lifetime.problem == "the manager was closed"
+
+
+def test_a_callback_of_a_request_that_ends_with_the_manager_cannot_wait() -> None:
+    found: list[Exception] = []
+    with cluster(Side(), Side()) as instances:
+        rank = instances.decode.pop()
+        one, other = (receive(rank, new_request_id(), PageList((page,)), need=(0, 4)) for page in (1, 2))
+
+        def wait(_: Event) -> None:
+            try:
+                other.wait(timeout_s=60)
+            except LocalProtocolError as error:
+                found.append(error)
+
+        one.on_end(wait)
+        rank.manager.close()
+    assert "a callback in the manager's own, which cannot wait" in str(found)
 
 
 def test_a_closed_manager_has_no_ready_peer_and_gives_no_engine() -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,12 @@ def test_what_a_request_needs_is_read_at_the_call() -> None:
         prefill, decode = instances.prefill[0], instances.decode[0]
         request, need = new_request_id(), {"kv": [0, TOKENS]}
         offer(prefill, request)
-        given: Any = {"rows": rows_of(decode), "need": need, "address": prefill.manager.address, "deadline_s": DEADLINE_S}
+        given: Any = {
+            "rows": rows_of(decode),
+            "need": MappingProxyType(need),
+            "address": prefill.manager.address,
+            "deadline_s": DEADLINE_S,
+        }
         receiver = decode.manager.receiver(request, peer="prefill-0", **given)
         need["kv"][1] = 1
         del need["kv"]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from disagg.core.errors import ConfigError, LocalProtocolError
 from disagg.integrations.description import RopeRules, rope_kind, ropes
 from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
@@ -136,7 +138,7 @@ def kv_scales(runner: Any, layers: Iterable[Any]) -> dict[int, tuple[float, floa
 
 def attention_backends(backend: Any) -> set[str]:
     """The classes of one of SGLang's attention backends, or of its parts."""
-    parts = (getattr(backend, name, None) for name in ("prefill_backend", "decode_backend", "full_attn_backend"))
+    parts = (getattr(backend, name, None) for name in ("prefill_backend", "decode_backend", "full_attn_backend", "primary"))
     found = [attention_backends(each) for each in parts if each is not None and not isinstance(each, str)]
     return set().union(*found) or {type(backend).__name__}
 
@@ -145,6 +147,8 @@ def scaled_by(runner: Any, scales: Iterable[tuple[float, ...]]) -> dict[str, str
     """Names the backends if they may not divide by scales other than 1 as vLLM and SGLang's usual ones do."""
     backends = attention_backends(getattr(runner, "attn_backend", None))
     dividing = DIVIDING_LATENTS if getattr(runner, "use_mla_backend", False) else DIVIDING_BACKENDS
+    if runner.kv_cache_dtype == torch.float8_e4m3fn:  # it reads other formats with a scale of 1
+        dividing = dividing | {"TRTLLMHAAttnBackend"}
     if backends <= dividing or all(set(each) == {1.0} for each in scales):
         return {}
     return {"kv_scaled_by": ",".join(sorted(backends))}

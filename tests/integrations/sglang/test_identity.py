@@ -216,12 +216,21 @@ class TritonAttnBackend:
     prefill_backend = "fa2"  # as FlashInfer's, which names a kernel so
 
 
+class TRTLLMHAAttnBackend:
+    pass
+
+
 class WaveAttnBackend:
     pass
 
 
 def test_scales_are_those_that_the_attention_backend_reads() -> None:
-    named = {"torch_native": TorchNativeAttnBackend, "triton": TritonAttnBackend, "wave": WaveAttnBackend}
+    named: dict[str, type] = {
+        "trtllm_mha": TRTLLMHAAttnBackend,
+        "torch_native": TorchNativeAttnBackend,
+        "triton": TritonAttnBackend,
+        "wave": WaveAttnBackend,
+    }
     for module, known in named.items():
         assert f"class {known.__name__}(" in (Path(attention.__path__[0]) / f"{module}_backend.py").read_text()
     found = layers(-1, -1)
@@ -240,6 +249,7 @@ def test_scales_are_those_that_the_attention_backend_reads() -> None:
         (ignores, 1.0, {}),
         (unknown, 0.5, {"kv_scaled_by": "WaveAttnBackend"}),
         (hybrid(divides, divides), 0.5, {}),
+        (SimpleNamespace(primary=hybrid(divides, TRTLLMHAAttnBackend())), 0.5, {}),
         (hybrid(ignores, ignores), 1.0, {}),
         (hybrid(ignores, divides), 0.5, {"kv_scaled_by": "TorchNativeAttnBackend,TritonAttnBackend"}),
     ):
@@ -247,6 +257,9 @@ def test_scales_are_those_that_the_attention_backend_reads() -> None:
         assert scales == {0: (scale, 1.0), 1: (scale, 1.0)}
         assert scaled_by(runner(backend), scales.values()) == expected
     assert scaled_by(runner(unknown), [(1.0, 1.0)]) == {}
+    e5m2 = runner(TRTLLMHAAttnBackend())
+    e5m2.kv_cache_dtype = torch.float8_e5m2
+    assert scaled_by(e5m2, [(0.5, 1.0)]) == {"kv_scaled_by": "TRTLLMHAAttnBackend"}
     assert scaled_by(runner(divides, use_mla_backend=True), [(0.5, 1.0)]) == {}
 
 
