@@ -143,7 +143,9 @@ class RankProcess:
             check_scales=self._check_scales,
             launched=lambda: self.running,
         )
-        return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(log_requests=False), self.memory.model.heads is None)
+        storage = dict.fromkeys(("hicache_storage_backend", "enable_unified_cache_external_linker", "enable_lmcache"))
+        options = SimpleNamespace(log_requests=False, **storage)
+        return DisaggKVManager(self.kv_args(), mode, options, self.memory.model.heads is None)
 
     def kv_args(self) -> SimpleNamespace:
         return self.memory.kv_args(
