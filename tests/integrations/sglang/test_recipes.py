@@ -12,6 +12,7 @@ import torch
 from sglang.srt.layers.quantization import fp4_kv_cache_quant_method
 from sglang.srt.mem_cache import deepseek_v4_memory_pool, memory_pool
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from disagg import ConfigError, Topology
 from disagg.integrations.sglang import plugin
@@ -90,7 +91,14 @@ def test_staging_buffers_are_ignored(model: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", [name for name in REFUSED if name not in SGLANG_REFUSES])
 def test_the_plug_in_refuses(name: str) -> None:
     if name.startswith("--"):
-        options = SimpleNamespace(dllm_algorithm=None, enable_mis=False, debug_tensor_dump_input_file=None, language_only=False)
+        options = SimpleNamespace(
+            dllm_algorithm=None,
+            enable_mis=False,
+            debug_tensor_dump_input_file=None,
+            language_only=False,
+            disaggregation_mode="decode",
+            speculative_algorithm=None,
+        )
         parallel = SimpleNamespace(
             enable_kv_cache_sharding=False,
             enable_dsa_cache_layer_split=False,
@@ -98,9 +106,12 @@ def test_the_plug_in_refuses(name: str) -> None:
             attn_dcp_size=1,
             pp_size=1,
         )
-        model_config = SimpleNamespace(is_encoder_decoder=False)
         scheduler = SimpleNamespace(
-            server_args=options, enable_hisparse=False, enable_decode_hicache=True, model_config=model_config
+            server_args=options,
+            enable_hisparse=False,
+            enable_decode_hicache=True,
+            model_config=SimpleNamespace(is_encoder_decoder=False, use_ngram_embedding=False),
+            spec_algorithm=SpeculativeAlgorithm.NONE,
         )
         features = SimpleNamespace(enable_memory_saver=False)
         check_options(scheduler, parallel, features)
