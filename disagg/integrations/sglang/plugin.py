@@ -315,7 +315,10 @@ def _settle(original: Callable[[Any, Any], Any], scheduler: Any, batch: Any) -> 
 def _is_decode() -> bool:
     from sglang.srt.runtime_context import get_disagg
 
-    found = get_disagg()
+    try:
+        found = get_disagg()
+    except ValueError:  # no server runs in this process
+        return False
     return _is_ours(found) and bool(found.disaggregation_mode == "decode")
 
 
