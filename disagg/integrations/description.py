@@ -75,8 +75,8 @@ def described_overrides(overridden: Mapping[str, Any], loaded: Any) -> tuple[str
 @dataclass(frozen=True, kw_only=True)
 class RopeRules:
     """What servers read differently. `long_rope`: the factors of a `longrope`. `yarn_factor`: the field from which the server
-    takes how K is scaled. `dynamic_length`: what it compares the length of a `dynamic` embedding without `alpha` with, so
-    that the base of one is its `rope_theta`, of the other more.
+    takes how K is scaled. `dynamic_length`: the length by which the base of a `dynamic` embedding without `alpha` grows; with
+    the trained one it stays `rope_theta`.
     """
 
     long_rope: Literal["short", "long", "by_batch"]

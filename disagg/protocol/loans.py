@@ -178,6 +178,8 @@ class Lender:
                 self._slots.give_back(address)
             elif (lost := self._earlier(account).pop(number, None)) is not None:
                 self._reuse(lost)
+        if not self._earlier(account):
+            self._lost.pop((account.peer, account.epoch), None)
         unseen = sum(number > message.seen for number in account.unfilled)
         account.wants = max(0, message.wanted - unseen)
         if account.wants and account not in self._waiting:
@@ -282,7 +284,7 @@ class Lender:
         (self._slots.renew if lost.replaced else self._slots.give_back)(lost.address)
 
     def _earlier(self, account: Account) -> dict[int, _Lost]:
-        """What was lent to earlier connections of the same process."""
+        """The slots lent to earlier connections of the same process, by loan."""
         return self._lost.get((account.peer, account.epoch), {})
 
     def tick(self, now: float) -> None:

@@ -72,8 +72,8 @@ class Parked:
         whose = peer.instance
         if self._count[whose] >= self._limits.max_parked_reserves:
             return False
-        num_others = len(self._nbytes.keys() - {whose})
-        if (self._nbytes[whose] + _nbytes(message)) * (num_others + 1) > self._limits.max_parked_nbytes:
+        num_sharing = len(self._nbytes) + (whose not in self._nbytes)
+        if (self._nbytes[whose] + _nbytes(message)) * num_sharing > self._limits.max_parked_nbytes:
             return False
         self._add(peer, message, 1)
         self._messages.setdefault(key.request_id, {})[peer, key] = message

@@ -17,8 +17,8 @@ MAX_TABLE_NBYTES = 4 << 20
 MAX_RANKS = 4096
 """Each costs a connection and some memory."""
 MAX_AGREEMENTS, MAX_KEPT_NBYTES = 256, 16 << 20
-"""So many, and tables of so many bytes, are kept. Instances with equal layouts share one. What is made of a table takes up
-to 25 times as much.
+"""The most agreements, and bytes of their tables, that are kept. Instances with equal layouts share an agreement, which takes
+up to 25 times the bytes of its table.
 """
 MAX_COMPARING = 4
 """Each in a thread, and of another instance; other tables wait for the next hello."""

@@ -286,7 +286,7 @@ def test_close_aborts_active_requests_and_can_be_called_twice() -> None:
 
 
 def test_an_interrupted_close_goes_on_and_can_be_waited_for() -> None:
-    """Whoever waits for a request hears its end, and no thread is left."""
+    """Threads that wait for a request are told that it has ended, and none of the manager's threads is left."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

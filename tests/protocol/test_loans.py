@@ -549,6 +549,7 @@ def test_slots_lent_to_an_earlier_connection_come_back_from_the_same_process(spa
         assert listed(lender)[PEER] == earlier, "again, until they are returned"
         wants(lender, PEER, 0, returned=[number for number, _ in earlier])
         assert (pool.num_free, lender.num_lost, lender.problem) == (4, 0, "")
+        assert not lender._lost, "nothing is kept of a process that has returned all"
         assert pool.spare == spare
         lender.tick(100.0)
         assert told(lender) == []

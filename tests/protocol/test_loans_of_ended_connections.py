@@ -79,7 +79,7 @@ class Pair:
         if loans is self.loans:
             self.borrower.report(READER, KEY, 5, filled(number), self.now)
 
-    def deliver(self) -> None:
+    def deliver(self, *, is_open: bool = True) -> None:
         if self.to_reader:
             self._read(self.to_reader.popleft())
         if self.to_writer:
@@ -89,7 +89,7 @@ class Pair:
             taken = self.borrower._effects.pop()
             assert isinstance(taken, TakeLoans)
             if self.loans is not None:
-                self.borrower.take(taken, self.loans, self.now, is_open=True)
+                self.borrower.take(taken, self.loans, self.now, is_open=is_open)
         self.check()
 
     def _read(self, message: Message) -> None:
@@ -138,19 +138,7 @@ class Pair:
             self.now += 3.0
             self.lender.tick(self.now)
             self.flush()
-            self._take_without_a_request()
-
-    def _take_without_a_request(self) -> None:
-        if self.to_reader:
-            self._read(self.to_reader.popleft())
-        if self.to_writer:
-            message = self.to_writer.popleft()
-            assert isinstance(message, Lend)
-            assert self.loans is not None
-            self.borrower.on_lend(READER, message)
-            taken = self.borrower._effects.pop()
-            assert isinstance(taken, TakeLoans)
-            self.borrower.take(taken, self.loans, self.now, is_open=False)
+            self.deliver(is_open=False)
 
 
 def run(seeds: Iterable[int], *, spare: int) -> Iterator[Pair]:

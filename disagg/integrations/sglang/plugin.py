@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from array import array
@@ -69,12 +70,14 @@ def register() -> None:
     HookRegistry.register(f"{stages}._pp_pd_get_decode_transferred_ids", _ended_ids, HookType.AROUND)
     HookRegistry.register(f"{stages}.process_decode_transfer_queue", _release, HookType.AROUND)
     batch, prebuilt = "sglang.srt.managers.schedule_batch", f"{queues}.decode_schedule_batch_mixin"
-    HookRegistry.register(f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens", _penalize, HookType.AROUND)
-    HookRegistry.register(f"{batch}.Req.reset_for_retract", _keep_output, HookType.AROUND)
-    HookRegistry.register(f"{scheduler}.update_running_batch", _settle, HookType.AROUND)
-    HookRegistry.register(
-        f"{prebuilt}.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt", steps.note_accepted, HookType.AFTER
-    )
+    of_decode: dict[str, Callable[..., Any]] = {
+        f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens": steps.penalize,
+        f"{batch}.Req.reset_for_retract": steps.keep_output,
+        f"{scheduler}.update_running_batch": steps.settle,
+        f"{prebuilt}.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt": steps.note_accepted,
+    }
+    for step, hook in of_decode.items():
+        HookRegistry.register(step, _on_decode(hook), HookType.AROUND)
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
 
@@ -298,18 +301,14 @@ def _release(original: Callable[[Any, Any], Any], scheduler: Any, ids: Any) -> A
     return release(original, scheduler, ids)
 
 
-def _penalize(original: Callable[[Any], None], batch: Any) -> None:
-    steps.penalize(original, batch) if _is_decode() else original(batch)
+def _on_decode(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook` for decode servers with this backend only."""
 
+    @functools.wraps(hook)
+    def run(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        return hook(original, *given, **named) if _is_decode() else original(*given, **named)
 
-def _keep_output(original: Callable[[Any], None], request: Any) -> None:
-    steps.keep_output(original, request) if _is_decode() else original(request)
-
-
-def _settle(original: Callable[[Any, Any], Any], scheduler: Any, batch: Any) -> Any:
-    if _is_decode():
-        steps.settle(scheduler, batch)
-    return original(scheduler, batch)
+    return run
 
 
 def _is_decode() -> bool:

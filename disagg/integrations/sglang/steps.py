@@ -28,10 +28,11 @@ def _is_at_start(request: Any) -> bool:
     return request.decode_batch_idx == 0 and len(request.output_ids) > 0
 
 
-def note_accepted(_: None, batch: Any, *_given: Any, **_named: Any) -> None:
-    """Runs after grammars have taken the first token. Those of llguidance and outlines do not note it, and would take the last
-    token twice once a retracted request is back.
+def note_accepted(original: Callable[..., None], batch: Any, *given: Any, **named: Any) -> None:
+    """Grammars take the first token. Those of llguidance and outlines do not note it, and would take the last token twice
+    once a retracted request is back.
     """
+    original(batch, *given, **named)
     for request in batch.reqs:
         if request.grammar is not None and request.grammar.current_token is None:
             request.grammar.current_token = request.output_ids[-1]
@@ -50,18 +51,18 @@ def keep_output(original: Callable[[Any], None], request: Any) -> None:
         request.input_embeds = embeddings
 
 
-def settle(scheduler: Any, batch: Any) -> None:
-    """Runs before SGLang may retract requests. It copies a recurrent state as the step under way leaves it, which has taken the
-    last known token, and drops that step's result; so the request would take this token twice. Process the result first.
+def settle(original: Callable[[Any, Any], Any], scheduler: Any, batch: Any) -> Any:
+    """Process the result of the step under way before SGLang may retract requests. It copies a recurrent state as that step
+    leaves it, which has taken the last known token, and drops the step's result; so the request would take this token twice.
     """
-    if not (scheduler.enable_overlap and getattr(scheduler, "result_queue", None) and _has_recurrent_state(scheduler)):
-        return
-    if _is_test(scheduler) or not batch.check_decode_mem():
+    has_result = scheduler.enable_overlap and getattr(scheduler, "result_queue", None)
+    if has_result and _has_recurrent_state(scheduler) and (_is_test(scheduler) or not batch.check_decode_mem()):
         before = {request: len(request.output_ids) for request in batch.reqs}
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
         scheduler.last_batch = None  # of which the loop would process the result
         for request, count in before.items():
             setattr(request, SETTLED, len(request.output_ids) > count)
+    return original(scheduler, batch)
 
 
 def _has_recurrent_state(scheduler: Any) -> bool:

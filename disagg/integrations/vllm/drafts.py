@@ -44,14 +44,15 @@ def _draft_names(config: VllmConfig, names: set[str]) -> set[str]:
     """Layers that vLLM marks, or, if it marks none, those that their names show to draft."""
     layers = config.compilation_config.static_forward_context
     marked = {name for name in names if getattr(layers.get(name), "is_draft_layer", False)}
-    if config.speculative_config.uses_draft_model():  # of which every layer is in a module of that name
-        return marked or {name for name in names if MODULES.search(name)}
     num_layers = config.model_config.get_total_num_hidden_layers()
-    return marked or {name for name in names if _is_draft(name, layers.get(name), num_layers)}
+    # A looped model numbers its second pass so. All layers of a draft model are in a module of that name.
+    by_number = not config.speculative_config.uses_draft_model()
+    return marked or {
+        name for name in names if MODULES.search(name) or (by_number and _is_later(name, layers.get(name), num_layers))
+    }
 
 
-def _is_draft(name: str, layer: Any, num_layers: int) -> bool:
-    """The model's own recurrent states may have numbers from `num_layers` on, and a looped model's attention."""
+def _is_later(name: str, layer: Any, num_layers: int) -> bool:
+    """Whether a layer is numbered after the model's own, whose recurrent states may have such numbers too."""
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    is_later = number is not None and int(number[1]) >= num_layers and not isinstance(layer, MambaBase)
-    return is_later or MODULES.search(name) is not None
+    return number is not None and int(number[1]) >= num_layers and not isinstance(layer, MambaBase)

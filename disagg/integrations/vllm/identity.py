@@ -210,7 +210,7 @@ class _Found(NamedTuple):
         return cls((attention._k_scale_float, attention._v_scale_float), by_head)
 
     def is_of(self, attention: Any) -> bool:
-        """Whether they were set only once since. Loading sets new numbers, but copies into the same tensors."""
+        """Whether nothing was loaded since: that sets new numbers, but copies into the same tensors."""
         return self.numbers[0] is attention._k_scale_float and self.numbers[1] is attention._v_scale_float
 
     def equals(self, other: _Found) -> bool:

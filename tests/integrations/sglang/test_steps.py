@@ -74,7 +74,7 @@ def test_a_token_that_is_known_a_step_early_is_penalized_once() -> None:
         process_batch_result=lambda _, token: stays.output_ids.append(token),
         forward_ct=1,
     )
-    settle(decode, SimpleNamespace(check_decode_mem=lambda: False, reqs=[stays]))
+    settle(lambda *_: None, decode, SimpleNamespace(check_decode_mem=lambda: False, reqs=[stays]))
     assert stays.output_ids.tolist() == ANSWER[:3]
     assert counted(stays, overlap=True, is_decode=True) == ANSWER[1]
     assert counted(stays, overlap=True, is_decode=True) == ANSWER[2]
@@ -86,10 +86,10 @@ def test_a_grammar_takes_the_last_token_of_a_retracted_request_once() -> None:
     grammar = one.grammar = BaseGrammarObject()
     for each in (one, other):
         each.output_ids.append(ANSWER[0])
-    note_accepted(None, SimpleNamespace(reqs=[one, other]))
+    note_accepted(lambda _: None, SimpleNamespace(reqs=[one, other]))
     assert grammar.current_token == ANSWER[0]
     one.output_ids.append(ANSWER[1])
-    note_accepted(None, SimpleNamespace(reqs=[one]))
+    note_accepted(lambda _: None, SimpleNamespace(reqs=[one]))
     assert grammar.current_token == ANSWER[0]
 
 
@@ -140,11 +140,11 @@ def test_a_recurrent_state_is_saved_with_the_tokens_that_it_has(
     monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT_INTERVAL", 1)
     decode = Decode(is_recurrent=is_recurrent)
     batch = SimpleNamespace(check_decode_mem=lambda: not is_full, reqs=[request()])
-    settle(decode, batch)  # nothing is under way
+    settle(lambda *_: None, decode, batch)  # nothing is under way
     decode.launch(ANSWER[1])
-    settle(decode, batch)
+    settle(lambda *_: None, decode, batch)
     may_retract = is_recurrent and (is_full or is_test)
     assert (decode.last_batch is None) is (not decode.result_queue) is may_retract
     assert (decode.state == state_after(decode.tokens[:-1])) is may_retract
     decode.enable_overlap = False
-    settle(decode, SimpleNamespace())
+    settle(lambda *_: None, decode, SimpleNamespace())
