@@ -33,6 +33,7 @@ from disagg.core.errors import (
     ConfigError,
     LocalProtocolError,
     NotRegistered,
+    PeerIncompatible,
     PeerUnreachable,
     RemoteProtocolError,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "LocalProtocolError",
     "MemoryRegion",
     "NotRegistered",
+    "PeerIncompatible",
     "PeerUnreachable",
     "PreparedSpans",
     "ProcessWatch",

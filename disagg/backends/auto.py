@@ -19,7 +19,14 @@ from disagg.backends.abilities import Gathering, PreparedSpans, ProvesByProcess,
 from disagg.backends.base import Backend, Fence, RemotePeer, StagingShape, Transfer
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.copies import CopyBatch
-from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.core.errors import (
+    ConfigError,
+    DisaggError,
+    LocalProtocolError,
+    PeerIncompatible,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
 from disagg.core.memory import MemoryRegion, RemoteRegion
 from disagg.core.spans import SpanBatch, SpanShape
 from disagg.machine.processes import ProcessWatch
@@ -118,13 +125,13 @@ class AutoBackend:
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), self._regions)
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> AutoPeer:
-        """Raises `PeerUnreachable` with every engine's reason."""
+        """Raises `PeerUnreachable` with every engine's reason; `PeerIncompatible` if that is one of them."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
             descriptor = _DECODER.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'auto': {error}") from error
-        reasons = list(self._missing)
+        reasons, kind = list(self._missing), PeerUnreachable
         for engine in self._engines:
             if engine.name not in descriptor.endpoints:
                 reasons.append(f"{engine.name}: the peer does not have it")
@@ -133,11 +140,12 @@ class AutoBackend:
                 peer = engine.connect(descriptor.endpoints[engine.name], epoch=epoch, process=process)
             except PeerUnreachable as error:
                 reasons.append(f"{engine.name}: {error}")
+                kind = PeerIncompatible if isinstance(error, PeerIncompatible) else kind
                 continue
             self._report(engine, reasons, on_this_host=process is not None)
             others = tuple(e for e in self._engines if e is not engine and e.name in descriptor.endpoints)
             return AutoPeer(engine, peer, regions, process, others)
-        raise PeerUnreachable(f"backend auto: no engine reaches the peer: {'; '.join(reasons)}")
+        raise kind(f"backend auto: no engine reaches the peer: {'; '.join(reasons)}")
 
     def _report(self, engine: Backend, reasons: Sequence[str], *, on_this_host: bool) -> None:
         """Log each way of reaching peers once; as a warning if it is not the first choice. `cma` reaches no other host,

@@ -173,7 +173,7 @@ class Backend(Protocol):
         anything from a process's end, whatever an endpoint says.
 
         Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend, `PeerUnreachable` if the peer cannot
-        be reached.
+        be reached, `PeerIncompatible` if it cannot until either side restarts.
         """
 
     def submit(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:

@@ -96,6 +96,10 @@ class PeerUnreachable(BackendError):
     cause = Cause.PEER_LOST
 
 
+class PeerIncompatible(PeerUnreachable):
+    """The peer's engine is another release, so this one cannot reach it until either side restarts."""
+
+
 class TransferFailed(BackendError):
     """A transfer failed and is settled."""
 

@@ -204,11 +204,13 @@ class PeerTable:
         link = self._links.to(peer)
         return link if link is not None and link.is_ready else None
 
-    def refuse(self, peer: PeerRank, problem: str, now: float) -> None:
-        """A rank that has answered cannot be used now. It gets a hello later."""
+    def refuse(self, peer: PeerRank, problem: str, now: float, *, final: bool = False) -> None:
+        """A rank that has answered cannot be used now, or if `final` before one side restarts. It gets a hello later."""
         link = self.link(peer)
         if link is not None:
             link.cannot_use(problem, now + self._limits.max_hello_retry_s)
+            if final:
+                self._refuse(link, problem, now, final=True)
             self._links.arm(link)
 
     # -- connections that peers opened -------------------------------------------------------------------------------

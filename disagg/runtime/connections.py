@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from disagg.backends.abilities import renewal_due
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.core import _native
-from disagg.core.errors import DisaggError
+from disagg.core.errors import DisaggError, PeerIncompatible
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
 from disagg.machine.processes import ProcessWatch
@@ -140,20 +140,20 @@ class Connections:
     def _run(self, ready: Ready, peer: Peer, connect: Callable[[], RemoteRank]) -> None:
         """In a thread of its own."""
         _native.allow_calls_during_capture()
-        rank, problem = None, ""
+        rank, problem, lasts = None, "", False
         with self._slots[peer.failed]:
             if peer.connecting is not ready:
                 return  # the peer was lost meanwhile, or connects again
             try:
                 rank = connect()
             except DisaggError as error:
-                problem = str(error)
+                problem, lasts = str(error), isinstance(error, PeerIncompatible)
             except BaseException as error:  # concerns one peer, which would be connecting for ever
                 logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
                 problem = f"{type(error).__name__}: {error}"
-        self._command(lambda now: self._finish(ready, peer, rank, problem, now))
+        self._command(lambda now: self._finish(ready, peer, rank, problem, lasts, now))
 
-    def _finish(self, ready: Ready, peer: Peer, rank: RemoteRank | None, problem: str, now: float) -> None:
+    def _finish(self, ready: Ready, peer: Peer, rank: RemoteRank | None, problem: str, lasts: bool, now: float) -> None:
         if peer.connecting is not ready:  # as above
             if rank is not None:
                 self._handshake.discard(ready.peer, rank)
@@ -161,7 +161,7 @@ class Connections:
         peer.connecting, peer.failed = None, rank is None
         if rank is None:
             self._warnings.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
-            self._peers.refuse(ready.peer, problem, now)
+            self._peers.refuse(ready.peer, problem, now, final=lasts)
             return
         self._handshake.add(ready.peer, rank)
         self._check_process(ready.peer, rank, now)
@@ -174,7 +174,7 @@ class Connections:
     def lose(self, lost: Lost, now: float) -> None:
         level = logging.INFO if lost.expected else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
-        self.num_losses[lost.peer.instance] += 1
+        self.num_losses[lost.peer.instance] += not lost.expected
         self._handshake.peer(lost.peer).connecting = None
         direct = self._handshake.is_direct(lost.peer, lost.epoch)
         self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch, generation=lost.generation, direct=direct)

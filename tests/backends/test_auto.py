@@ -24,7 +24,14 @@ from disagg.backends.base import (
 )
 from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
-from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.core.errors import (
+    BackendUnavailable,
+    ConfigError,
+    LocalProtocolError,
+    PeerIncompatible,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
 from disagg.core.memory import MemoryRegion
 from disagg.core.spans import SpanBatch, SpanShape
 from disagg.machine.processes import IdentitySocket, ProcessWatch
@@ -36,9 +43,9 @@ class Choosy(LocalBackend):
 
     name = "choosy"
 
-    def __init__(self, *, serves: bool = True, reaches: bool = True) -> None:
+    def __init__(self, *, serves: bool = True, reaches: bool = True, refusal: type[PeerUnreachable] = PeerUnreachable) -> None:
         super().__init__(BackendOptions())
-        self._serves, self._reaches, self.closed = serves, reaches, False
+        self._serves, self._reaches, self._refusal, self.closed = serves, reaches, refusal, False
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         if not self._serves:
@@ -50,7 +57,7 @@ class Choosy(LocalBackend):
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> RemotePeer:  # type: ignore[override]
         if not self._reaches:
-            raise PeerUnreachable("the peer is on another host")
+            raise self._refusal("the peer is on another host")
         raise AssertionError(endpoint, epoch)
 
     def close(self) -> None:
@@ -150,6 +157,9 @@ def test_no_engine_in_common(memory: np.ndarray) -> None:
     target, backend = opened(memory, LocalBackend(BackendOptions())), opened(memory, Choosy())
     with pytest.raises(PeerUnreachable, match="no engine reaches the peer: choosy: the peer does not have it"):
         backend.connect(target.endpoint(), epoch=1)
+    lasting = opened(memory, Choosy(reaches=False, refusal=PeerIncompatible), Choosy(reaches=False))
+    with pytest.raises(PeerIncompatible):
+        lasting.connect(backend.endpoint(), epoch=1)
     with pytest.raises(RemoteProtocolError):
         backend.connect(b"nonsense", epoch=1)
 

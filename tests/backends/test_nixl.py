@@ -28,6 +28,7 @@ from disagg.core.errors import (
     ConfigError,
     DisaggError,
     LocalProtocolError,
+    PeerIncompatible,
     PeerUnreachable,
     RemoteProtocolError,
 )
@@ -224,7 +225,7 @@ def test_an_agent_of_another_release_is_refused_before_nixl_reads_it(
     assert descriptor.agent.endswith(f"-{own}")
     changed = msgspec.structs.replace(descriptor, agent=descriptor.agent.removesuffix(own) + version)
     monkeypatch.setattr(NixlBackend, "_load", lambda *_: pytest.fail("NIXL would read it"))
-    with pytest.raises(PeerUnreachable, match=f"expected the peer's NIXL to be {own}, as here, found '{version}'"):
+    with pytest.raises(PeerIncompatible, match=f"expected the peer's NIXL to be {own}, as here, found '{version}'"):
         backend.connect(encode_endpoint("nixl", msgspec.msgpack.encode(changed), regions), epoch=1)
 
 

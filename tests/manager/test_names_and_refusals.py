@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
+from disagg.backends.base import RemotePeer
+from disagg.backends.local import LocalBackend
+from disagg.core.errors import PeerIncompatible
+from disagg.machine.processes import ProcessWatch
 from disagg.protocol.peer_effects import ConnectionLimits, SendHello, Undecided
 from disagg.runtime import dispatch
 from disagg.state import paged
@@ -156,6 +160,25 @@ def test_waiting_ends_at_once_where_one_side_has_refused_for_good() -> None:
         for one, other in ((prefill, "decode"), (decode, "prefill")):
             with pytest.raises(PeerUnreachable, match=r"cannot become ready: .*model: "):
                 one.wait_ready(other, timeout_s=3600.0)
+
+
+class OtherRelease(LocalBackend):
+    """An engine that reaches no peer of another release."""
+
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> RemotePeer:
+        raise PeerIncompatible("expected the peer's release to be 2, as here, found 1")
+
+
+def test_requests_to_a_peer_with_an_incompatible_engine_fail_at_once() -> None:
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, "prefill", admit="any"), opened(stack, "decode", backend=OtherRelease)
+        receiver = decode.receiver(
+            new_request_id(), peer="prefill", address=prefill.address, rows={"kv": [1]}, need={"kv": (0, 4)}, deadline_s=None
+        )
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert event is not None
+        assert f"cannot become ready: {prefill.address}: expected the peer's release to be 2" in str(event.error)
+        until(lambda: decode.peer("prefill").state == "refused")  # in between it is asked again
 
 
 def test_a_peer_that_is_refused_for_good_is_logged_once_on_each_side(caplog: pytest.LogCaptureFixture) -> None:

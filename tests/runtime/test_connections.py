@@ -142,7 +142,7 @@ def test_ranks_that_could_not_be_connected_hold_up_no_others() -> None:
         return run
 
     handshake: Any = SimpleNamespace(me="decode/0", peer=peers.__getitem__, connecting=lambda rank, _: attempt(rank))
-    given: Any = SimpleNamespace(refuse=lambda *_: None)
+    given: Any = SimpleNamespace(refuse=lambda *_, **__: None)
     connections = Connections(
         backend=given,
         handshake=handshake,

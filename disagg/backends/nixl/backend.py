@@ -58,7 +58,7 @@ from disagg.backends.nixl.bindings import Bindings, has_gpu, release_of
 from disagg.backends.nixl.requests import NixlPeer, NixlTransfer, Requests
 from disagg.backends.nixl.ucx import CERTAIN, conflicts, has_rdma, ucx_settings
 from disagg.core.copies import CopyBatch
-from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable, RemoteProtocolError
+from disagg.core.errors import BackendUnavailable, ConfigError, PeerIncompatible, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, merge_regions
 from disagg.machine.environment import environment
 from disagg.machine.processes import ProcessWatch, copy_refusal
@@ -211,11 +211,11 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         return peer
 
     def _check_version(self, agent: str) -> None:
-        """Raises `PeerUnreachable` for an agent of another release, which NIXL does not promise to understand."""
+        """Raises `PeerIncompatible` for an agent of another release, which NIXL does not promise to understand."""
         *_, version = agent.split("-", maxsplit=3)
         theirs, ours = release_of(version), release_of(self._nixl.version)
         if theirs is not None and ours is not None and theirs != ours:
-            raise PeerUnreachable(
+            raise PeerIncompatible(
                 f"backend 'nixl': expected the peer's NIXL to be {self._nixl.version}, as here, found {version!r:.60}"
             )
 
