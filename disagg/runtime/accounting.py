@@ -53,7 +53,7 @@ class Stats(TransferPhases, kw_only=True):
         self.wire_s += settled.phases.wire_s
         self.pieces += settled.pieces
         self.transfers += 1
-        self.failures += bool(settled.error)
+        self.failures += settled.has_failed
         self.nbytes += settled.written
         self.nbytes_packed += 0 if settled.error else settled.packed
 

@@ -12,8 +12,8 @@ from disagg.backends.base import Backend, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError
 from disagg.core.thread_log import ThreadLog
-from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled
-from disagg.transfer.packed_write import CANCELLED, PackedWrite
+from disagg.transfer.jobs import CANCELLED, BoundTransfer, Job, PendingWork, Report, Settled
+from disagg.transfer.packed_write import PackedWrite
 from disagg.transfer.staging import SlotPool
 
 logger = ThreadLog(__name__)

@@ -17,6 +17,8 @@ from disagg.core.spans import SpanBatch
 from disagg.core.timeline import TransferPhases
 from disagg.transfer.staging import Loans
 
+CANCELLED = "the attempt ended before everything was sent"
+
 
 class PendingWork(Protocol):
     """Work that continues without this thread, in the order in which it was started."""
@@ -127,6 +129,11 @@ class Settled(msgspec.Struct, kw_only=True):
     @property
     def written(self) -> int:
         return 0 if self.error else self.nbytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine or the job has failed, as opposed to a job that was cancelled."""
+        return self.error not in ("", CANCELLED)
 
     def fail(self, error: Exception, peer: RemotePeer) -> None:
         """The first error stays."""

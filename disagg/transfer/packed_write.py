@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from disagg.backends.base import Backend, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
-from disagg.transfer.jobs import BoundTransfer, Broken, Job, PendingWork, Report, Settled, SlotFilled, SlotsWanted
+from disagg.transfer.jobs import CANCELLED, BoundTransfer, Broken, Job, PendingWork, Report, Settled, SlotFilled, SlotsWanted
 from disagg.transfer.staging import Loans, SlotPool
 
-CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
 """A slower write has its staging buffer replaced by a spare, so that one slow peer does not hold up the others. If its job
 was cancelled, the job ends.

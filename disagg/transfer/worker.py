@@ -12,7 +12,7 @@ from disagg.backends.base import Backend, Transfer
 from disagg.core import _native
 from disagg.core.thread_log import ThreadLog
 from disagg.transfer.active_job import ActiveJob, attempt
-from disagg.transfer.jobs import Job, PendingWork, Report, Settled, Unpack
+from disagg.transfer.jobs import CANCELLED, Job, PendingWork, Report, Settled, Unpack
 from disagg.transfer.staging import SlotPool
 from disagg.transfer.unpacking import Unpacker
 
@@ -183,7 +183,7 @@ class TransferWorker:
     def _bind(self, job: Job) -> ActiveJob | None:
         report = Settled(ticket=job.ticket)
         if job.cancelled():
-            report.error = "the attempt ended before anything was posted"
+            report.error = CANCELLED
             self._reports.append(report)
             return None
         started = time.perf_counter()

@@ -38,7 +38,9 @@ class Send:
 
 @dataclass(eq=False)
 class Receive:
-    """The last `num_tokens` of the request's first `stop` are loaded. `prompt` is the digest of those `stop`."""
+    """The last `num_tokens` of the request's first `stop` are loaded. `prompt` is the digest of those `stop`. `has_ended`: the
+    server has ended the request, so how its load ends says nothing.
+    """
 
     req_id: str
     num_tokens: int
@@ -46,3 +48,4 @@ class Receive:
     prompt: str
     handle: Receiver | None = None
     begun_s: float = field(default_factory=time.monotonic)
+    has_ended: bool = False
