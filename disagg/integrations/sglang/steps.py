@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 SETTLED = "disagg_settled"
@@ -12,9 +13,16 @@ SETTLED = "disagg_settled"
 def penalize(original: Callable[[Any], None], batch: Any) -> None:
     """Count each token once. With overlap SGLang counts a token a step after it was sampled, and in a request's first step the
     prompt's last token; decode, which has the first token by then, would count that one in two steps. So it would the last one
-    after `settle`.
+    after `settle`. A prompt may end in an image's placeholder, which SGLang would count and end over: then the first token is
+    counted twice.
     """
-    early = [each for each in batch.reqs if batch.enable_overlap and (_is_at_start(each) or getattr(each, SETTLED, False))]
+    early = [
+        each
+        for each in batch.reqs
+        if batch.enable_overlap
+        and (_is_at_start(each) or getattr(each, SETTLED, False))
+        and (len(each.output_ids) > 1 or each.origin_input_ids[-1] < batch.model_config.vocab_size)
+    ]
     taken = [(request, request.output_ids.pop()) for request in early]
     try:
         original(batch)
@@ -40,7 +48,7 @@ def note_accepted(original: Callable[..., None], batch: Any, *given: Any, **name
 
 def keep_output(original: Callable[[Any], None], request: Any) -> None:
     """SGLang forgets the output of a retracted request with `input_embeds`, which would start over. Decode restores its saved
-    state, with the output's.
+    state, with the output's. What the output's tokens were routed to is in no saved state, so a request that returns it fails.
     """
     embeddings = request.input_embeds
     if request.kv.retraction_backup is not None:
@@ -49,6 +57,11 @@ def keep_output(original: Callable[[Any], None], request: Any) -> None:
         original(request)
     finally:
         request.input_embeds = embeddings
+    if request.return_routed_experts and len(request.output_ids) > 0:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        message = "return_routed_experts: the request was retracted, and its first tokens' experts are not known any more"
+        request.to_finish = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def settle(original: Callable[[Any, Any], Any], scheduler: Any, batch: Any) -> Any:

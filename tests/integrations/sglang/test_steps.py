@@ -34,6 +34,7 @@ def counted(request: Req, *, overlap: bool, is_decode: bool) -> int:
         reqs=[request],
         enable_overlap=overlap,
         device="cpu",
+        model_config=SimpleNamespace(vocab_size=100),
         sampling_info=SimpleNamespace(penalizer_orchestrator=orchestrator),
     )
     count = ScheduleBatch.cumulate_penalty_output_tokens
@@ -58,6 +59,15 @@ def test_each_token_is_penalized_once_as_by_one_server(overlap: bool) -> None:
             handed_over.output_ids.append(ANSWER[step] if overlap else token)
     assert found == expected == ([PROMPT[-1], *ANSWER[:2]] if overlap else ANSWER[:3])
     assert handed_over.output_ids.tolist() == ANSWER[: 3 if overlap else 4]
+
+
+def test_a_placeholder_at_the_end_of_a_prompt_is_not_penalized() -> None:
+    """SGLang's ids for images lie beyond the vocabulary, and its tables of penalties end with that."""
+    handed_over = request()
+    handed_over.origin_input_ids[-1] = 1_000_007
+    handed_over.output_ids.append(ANSWER[0])
+    assert counted(handed_over, overlap=True, is_decode=True) == ANSWER[0]
+    assert handed_over.output_ids.tolist() == ANSWER[:1]
 
 
 def test_a_token_that_is_known_a_step_early_is_penalized_once() -> None:
@@ -103,6 +113,20 @@ def test_a_retracted_request_with_embeddings_keeps_its_output_with_its_state(is_
     assert retracted.output_ids.tolist() == (ANSWER if is_saved else [])
     assert retracted.input_embeds is not None
     assert retracted.is_retracted
+
+
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_a_retracted_request_that_returns_experts_fails_if_it_has_an_answer(num_tokens: int) -> None:
+    """They lie by the rows that its tokens had before."""
+    retracted = request(return_routed_experts=True, routed_experts_start_len=len(PROMPT))
+    retracted.output_ids.extend(ANSWER[:num_tokens])
+    keep_output(Req.reset_for_retract, retracted)
+    if not num_tokens:
+        assert retracted.to_finish is None
+        return
+    retracted.update_finish_state()
+    assert retracted.finished()
+    assert "experts are not known any more" in retracted.finished_reason.to_json()["message"]
 
 
 def state_after(tokens: Iterable[int]) -> int:
