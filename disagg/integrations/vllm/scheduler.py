@@ -265,6 +265,8 @@ class SchedulerHalf:
         self._step.given_up.append(request_id)
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        for req_id in output.preempted_req_ids or ():
+            self._end_preempted(req_id)
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
         with logged("no kept request makes room for this step's requests"):
@@ -294,13 +296,20 @@ class SchedulerHalf:
                 self._give_up(prefill.request_id)
         return step
 
+    def _end_preempted(self, req_id: str) -> None:
+        """VLLM has taken the blocks of a request away, and may compute it much later."""
+        prefill = self._prefills.get(req_id)
+        if prefill is None or prefill.is_given_up or prefill.is_ended:
+            return
+        if transfer_id(prefill.request.kv_transfer_params) is not None:
+            # Decode may have been asked already: it knows only the first attempt, and computes the request.
+            self._give_up(prefill.request_id)
+        elif prefill.num_sent:
+            self._step.aborts.append(req_id)
+
     def _advance(self, step: StepMetadata, prefill: Prefill, num_done: int) -> None:
         """After this step `num_done` tokens are computed."""
         if prefill.attempt != prefill.request.num_preemptions:  # it was preempted
-            if transfer_id(prefill.request.kv_transfer_params) is not None:
-                # Decode may have been asked already: it knows only the first attempt, and computes the request.
-                self._give_up(prefill.request_id)
-                return
             prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
         prefill.num_done = min(num_done, prefill.num_tokens)
         if any(group.is_incremental for group in self._groups):

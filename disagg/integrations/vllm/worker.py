@@ -319,15 +319,15 @@ class WorkerHalf:
         return send.handle
 
     def _end_late_sends(self) -> None:
-        """End requests that no server took in time. One that is still wanted has longer."""
+        """End requests that no server took in time. One that is still wanted, or being taken, has longer."""
         now, options = time.monotonic(), self._options
         for send in self._sends.values():
             if send.finished_s is None or send.handle is None:
                 continue
             hold_s = options.keep_s if send.is_kept else options.hold_s
             wanted_s = max(send.finished_s, send.handle.wanted_at or 0.0)
-            late_s = min(wanted_s + hold_s, send.finished_s + max(options.max_hold_s, hold_s))
-            if late_s < now:
+            most_s = send.finished_s + max(options.max_hold_s, hold_s)
+            if (most_s if send.handle.readers else min(wanted_s + hold_s, most_s)) < now:
                 reason = f"no server took it within {now - send.finished_s:.0f} s"
                 send.finished_s = math.inf  # only once
                 send.handle.abort(reason)
@@ -446,7 +446,8 @@ class WorkerHalf:
 
     def _end_receive(self, receive: Receive, *, ok: bool) -> None:
         del self._receives[receive.req_id]
-        self._stats.count_load(ok=ok, num_tokens=receive.num_tokens, seconds=time.monotonic() - receive.begun_s)
+        if not receive.has_ended:
+            self._stats.count_load(ok=ok, num_tokens=receive.num_tokens, seconds=time.monotonic() - receive.begun_s)
         self._results.finished_recving.add(receive.req_id)
         if not ok:
             self._results.failed_recving.add(receive.req_id)
@@ -468,8 +469,10 @@ class WorkerHalf:
             self._hold(req_id)
         else:
             self._sends.pop(req_id, None)
-        if receive is not None and receive.handle is not None:
-            receive.handle.abort("the server ended the request")
+        if receive is not None:
+            receive.has_ended = True
+            if receive.handle is not None:
+                receive.handle.abort("the server ended the request")
 
     def _attempt(self, act: Callable[[], object], req_id: str) -> bool:
         """A failure costs only its request the transfer."""
@@ -525,11 +528,12 @@ def _check_prompt(receive: Receive, event: Event) -> None:
 
 def _frees_early(config: VllmConfig) -> bool:
     """Whether an ended request's blocks go to others while a step still writes them. vLLM 0.32 prevents that, except on
-    servers that only produce.
+    servers that only produce, and for the draft model of its second model runner, which reports a step before that.
     """
     overlaps = config.scheduler_config.async_scheduling or config.parallel_config.pipeline_parallel_size > 1
+    drafts_late = config.speculative_config is not None and config.use_v2_model_runner
     assert config.kv_transfer_config is not None
-    return bool(overlaps) and not config.kv_transfer_config.is_kv_consumer
+    return bool(overlaps) and (drafts_late or not config.kv_transfer_config.is_kv_consumer)
 
 
 def _recorded_event() -> ReadyEvent:

@@ -703,6 +703,8 @@ def test_what_is_sent_is_of_the_tokens_that_the_handover_says(server: Start, mix
 def test_servers_that_give_blocks_away_before_a_step_has_written_them(is_async: bool, num_stages: int) -> None:
     """Loads wait for that step on a server that only produces, which may load the next turn."""
     config: Any = SimpleNamespace(
+        speculative_config=None,
+        use_v2_model_runner=True,
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
         parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
         kv_transfer_config=KVTransferConfig(kv_connector="DisaggConnector", kv_role="kv_both"),
@@ -712,6 +714,46 @@ def test_servers_that_give_blocks_away_before_a_step_has_written_them(is_async: 
     assert _frees_early(config) is (is_async or num_stages > 1)
     config.kv_transfer_config.kv_role = "kv_consumer"
     assert not _frees_early(config)
+    config.speculative_config = SimpleNamespace(method="eagle")  # this runner reports a step before the draft model has run
+    assert _frees_early(config) is (is_async or num_stages > 1)
+    config.use_v2_model_runner = False
+    assert not _frees_early(config)
+
+
+@pytest.mark.parametrize("is_asked_at_once", [False, True])
+def test_a_preempted_request_is_ended_in_the_step_that_takes_its_blocks(server: Start, is_asked_at_once: bool) -> None:
+    """It may be computed much later. Until then decode would wait for it, and its rows would count as being read."""
+    prefill = server(budget=32)
+    chosen = {"remote_request_id": new_request_id().hex()} if is_asked_at_once else {}
+    request = prefill.add(80, {**PREFILL, **chosen}, max_tokens=1)
+    prefill.step()
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.num_preemptions == 1
+    told, *_ = prefill.step()
+    assert (told.aborts, len(told.given_up)) == (([], 1) if is_asked_at_once else ([request.request_id], 0))
+    chunks = list(told.chunks)
+    while not request.is_finished():
+        told, *_ = prefill.step()
+        chunks += told.chunks
+    assert [(each.attempt, each.start) for each in chunks] == ([] if is_asked_at_once else [(1, 0), (1, 32), (1, 64)])
+
+
+@pytest.mark.parametrize(("readers", "is_ended"), [(None, True), (frozenset(), True), (frozenset({0}), False)])
+def test_a_request_that_is_being_taken_is_not_ended_as_one_that_nobody_takes(
+    readers: frozenset[int] | None, is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, aborted = 100.0, list[str]()
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now))
+    half: Any = object.__new__(WorkerHalf)
+    half._options = SimpleNamespace(hold_s=60.0, max_hold_s=600.0, keep_s=120.0)
+    handle = SimpleNamespace(readers=readers, wanted_at=None, abort=aborted.append)
+    half._sends = {"name": SimpleNamespace(finished_s=now, handle=handle, is_kept=False)}
+    for now in (159.0, 161.0):
+        half._end_late_sends()
+        assert bool(aborted) is (is_ended and now > 160)
+    now = 701.0
+    half._end_late_sends()
+    assert len(aborted) == 1
 
 
 @pytest.mark.parametrize("stands_still", [False, True])
