@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -29,9 +30,9 @@ class _Reading(Future[str]):
 
     again_at = math.inf
 
-    def read(self, files: tuple[Path, ...]) -> None:
+    def read(self, files: tuple[Path, ...], unread: Sequence[str]) -> None:
         """Without files, or if one cannot be read, the digest is unique."""
-        digest = _digest(files)
+        digest = _digest(files, unread)
         if digest is None:
             self.again_at = time.monotonic() + READ_AGAIN_S
         self.set_result(digest or secrets.token_hex(16))
@@ -39,10 +40,12 @@ class _Reading(Future[str]):
 
 class Adapters:
     """Digests of adapters by path, read once, when first used. Files must not change while loaded, which servers' prefix
-    caches require as well.
+    caches require as well. `unread`: fields of `adapter_config.json` that the server ignores. An adapter that sets one has
+    another effect here than in a server that reads it, so it has another digest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unread: Sequence[str] = ()) -> None:
+        self._unread = unread
         self._found: OrderedDict[Hashable, _Reading] = OrderedDict()
 
     def digest(self, path: str, *, loaded: Hashable, may_change: bool = False) -> Future[str]:
@@ -65,14 +68,14 @@ class Adapters:
         except OSError as error:
             files, is_small = (), True
             logger.warning("adapter %r: its requests are not handed over, since it cannot be read: %s", path, error)
-        reading = threading.Thread(target=found.read, args=(files,), name="disagg-adapter", daemon=True)
+        reading = threading.Thread(target=found.read, args=(files, self._unread), name="disagg-adapter", daemon=True)
         try:
             if not is_small:
                 reading.start()
                 return
         except RuntimeError as error:  # no thread is left
             logger.warning("adapter %r: it is read at once: %s", path, error)
-        found.read(files)
+        found.read(files, self._unread)
 
 
 def adapter_files(path: str) -> tuple[Path, ...]:
@@ -98,11 +101,13 @@ def _version(path: str) -> tuple[tuple[int, int], ...]:
         return ()
 
 
-def _digest(files: tuple[Path, ...]) -> str | None:
-    """`None` without files, or if one cannot be read."""
+def _digest(files: tuple[Path, ...], unread: Sequence[str]) -> str | None:
+    """`None` without files, or if one cannot be read. The first one is `CONFIG`."""
     try:
         parts = [file.name.encode() + b"\0" + _content(file) for file in files]
-    except (OSError, MemoryError) as error:
+        config = json.loads(files[0].read_bytes()) if files else {}
+        parts += [f"{name} is not read".encode() for name in unread if config.get(name)]
+    except (OSError, MemoryError, ValueError, AttributeError) as error:
         logger.warning("adapter: its requests are not handed over, since a file cannot be read: %s", error)
         parts = []
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest() if parts else None

@@ -41,6 +41,22 @@ def test_only_equal_files_have_equal_digests(write: Write) -> None:
     assert len({digest(path) for path in (same, *others)}) == 4
 
 
+@pytest.mark.parametrize("config", ['{"use_rslora": true}', '{"use_rslora": false, "alpha_pattern": {"q_proj": 8}}'])
+def test_an_adapter_has_another_digest_where_the_server_ignores_a_part_of_its_configuration(write: Write, config: str) -> None:
+    path, plain = write(config=config), write(config='{"use_rslora": false, "alpha_pattern": {}}')
+    ignores = Adapters(("use_rslora", "alpha_pattern"))
+    assert ignores.digest(path, loaded=1).result(10) != digest(path)
+    assert ignores.digest(plain, loaded=2).result(10) == digest(plain)
+
+
+@pytest.mark.parametrize("config", ["{", "[1]"])
+def test_an_adapter_whose_configuration_cannot_be_read_has_a_digest_of_its_own(write: Write, config: str) -> None:
+    path = write(config=config)
+    assert Adapters(("use_rslora",)).digest(path, loaded=1).result(10) != Adapters(("use_rslora",)).digest(
+        path, loaded=1
+    ).result(10)
+
+
 def test_large_adapters_are_read_by_a_thread(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(weights=b"w" * 5_000_000)
     expected = digest(path)

@@ -21,7 +21,7 @@ from disagg.integrations.sglang import payload
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.identity import attention_layers, check_scales, identify, kv_scales, read_source, windows
 from disagg.integrations.sglang.pools import Drafts, Pools, has_numbers, read_facts
-from disagg.integrations.sglang.prompts import Prompt, prompt_of
+from disagg.integrations.sglang.prompts import UNREAD_OF_ADAPTERS, Prompt, prompt_of
 from disagg.layout.agreement import ModelId
 from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
 
@@ -92,7 +92,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         reuses_pages=reuses_pages,
     )
 
-    adapters = Adapters()
+    adapters = Adapters(UNREAD_OF_ADAPTERS)
     reads_hidden_states = scheduler.draft_worker is not None and scheduler.spec_algorithm.carries_draft_hidden_states()
 
     def prompt(request: Any) -> Prompt:

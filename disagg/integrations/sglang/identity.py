@@ -20,6 +20,8 @@ ROTARY = "RotaryEmbedding"
 SCALED = {"linear", "llama3", "yarn", "dynamic", "longrope"}
 UNSCALED_BACKENDS = {"TorchNativeAttnBackend", "TorchFlexAttnBackend"}
 """They write K and V as they are, and read them so."""
+UNWINDOWED_BACKENDS = {"TorchFlexAttnBackend"}
+"""They attend to all tokens, whatever a layer's window is."""
 DIVIDING_BACKENDS = {"TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend", "IntelAMXAttnBackend", "NoneType"}
 """They divide what they write by a layer's scales, and multiply what they read."""
 DIVIDING_LATENTS = {"TritonAttnBackend", "NoneType"}
@@ -68,7 +70,12 @@ def identify(
     kinds: set[str] = set()
     changes = {"index_keys": "rotated"} if rotates_index_keys(runner.model) else {}
     changes |= scaled_by(runner, kv_scales(runner, attention_layers(runner.model)).values())
-    for stage in from_stages((windows(runner.model), scales, changes, rope_classes(runner.model))):
+    if getattr(source.text, "rope_is_neox_style", True) is False and not getattr(runner, "use_mla_backend", False):
+        changes["rope_pairs"] = (
+            "adjacent"  # of Mistral's own format: elsewhere K's elements are put in halves when it is loaded
+        )
+    ignores_windows = attention_backends(getattr(runner, "attn_backend", None)) & UNWINDOWED_BACKENDS
+    for stage in from_stages(({} if ignores_windows else windows(runner.model), scales, changes, rope_classes(runner.model))):
         found |= stage[0]
         all_scales |= stage[1]
         given |= stage[2]

@@ -21,6 +21,9 @@ from disagg.integrations.handoff import prompt_digest
 ELASTIC = re.compile(r"(^|\|)elastic_ep_size=\d+\Z")
 """SGLang adds it to a request's `extra_key` with elastic expert parallelism and a radix cache."""
 
+UNREAD_OF_ADAPTERS = ("use_rslora", "rank_pattern", "alpha_pattern")
+"""SGLang scales every layer of an adapter by `lora_alpha / r`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:

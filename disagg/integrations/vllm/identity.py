@@ -284,6 +284,14 @@ def _rope(model: ModelConfig) -> RopeRules:
     return RopeRules(long_rope="long" if original is not None and model.max_model_len > original else "short")
 
 
+def _tunes_temperature(model: ModelConfig) -> bool:
+    """Whether Llama 4 scales Q by position, as vLLM's `Llama4ForCausalLM` decides. It keeps that in a config of its own."""
+    if model.hf_text_config.model_type != "llama4_text":
+        return False
+    given = {**model.try_get_generation_config(), **model.override_generation_config}
+    return bool(given.get("attn_temperature_tuning", model.max_model_len > 32768))
+
+
 def _options(config: VllmConfig) -> dict[str, Any]:
     """Options that change states, if set. Not every vLLM has all of them."""
     places = {
@@ -292,10 +300,10 @@ def _options(config: VllmConfig) -> dict[str, Any]:
         "target_modules": config.lora_config,
         "enable_tower_connector_lora": config.lora_config,
         "attention_chunk_size": config.model_config,  # SGLang does not give it: such a pair was not run
-        "attn_temperature_tuning": config.model_config.hf_text_config,
     }
     found = {name: getattr(place, name, None) for name, place in places.items()}
     model = config.model_config
+    found["attn_temperature_tuning"] = _tunes_temperature(model)
     if model.using_transformers_backend() and (model.use_mla or str(model.model_impl) == "transformers"):
         found["model_impl"] = "transformers"  # orders the rotated part of a latent otherwise; its weights may be permuted
     return {name: value for name, value in found.items() if value}

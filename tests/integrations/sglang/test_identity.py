@@ -78,6 +78,7 @@ def identity(
     stages: Any = lambda own: [own],
     options: Mapping[str, Any] = {},
     modules: Sequence[torch.nn.Module] = (),
+    backend: Any = None,
     **scales: float,
 ) -> ModelId:
     model = layers(-1, 63)
@@ -85,7 +86,7 @@ def identity(
         for key, scale in scales.items():
             setattr(layer, key, scale)
     model.extend(modules)
-    runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=dtype)
+    runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=dtype, attn_backend=backend)
     return identify(
         source, runner, name=name, options=options, from_stages=stages, scales=kv_scales(runner, attention_layers(model))
     )
@@ -105,6 +106,31 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
     assert "hidden_size=128" in decrypted.revision.split()
     (tmp_path / "model.gguf").touch()
     assert identity(read_source(config(tmp_path / "model.gguf"), None, name=None)) == found
+
+
+def test_windows_that_an_attention_backend_ignores_are_not_claimed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    source = read_source(config(tmp_path), None, name=None)
+    assert "class TorchFlexAttnBackend(" in (Path(attention.__path__[0]) / "torch_flex_backend.py").read_text()
+    flex, triton = (type(name, (), {})() for name in ("TorchFlexAttnBackend", "TritonAttnBackend"))
+    for backend, is_claimed in (
+        (triton, True),
+        (flex, False),
+        (SimpleNamespace(prefill_backend=flex, decode_backend=triton), False),
+    ):
+        assert ("windows=63@1" in identity(source, backend=backend).revision.split()) is is_claimed
+
+
+def test_the_order_of_rotated_pairs_is_compared(tmp_path: Path) -> None:
+    """SGLang's parser of Mistral's own format leaves K's elements in that order; other readers of it do not."""
+    mistral = LlamaConfig(**{**LLAMA.to_dict(), "rope_is_neox_style": False})
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    found = [
+        identity(read_source(config(tmp_path, hf_text_config=text), None, name="mine"), name="mine")
+        for text in (LLAMA, mistral)
+    ]
+    assert 'rope_pairs="adjacent"' in found[1].revision.split()
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("fused", ["use_dsa_indexer_fusion", "use_aiter_fused_fp8_writer", ""])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt import lora
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import Req
@@ -20,7 +21,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from disagg import LocalProtocolError
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.sglang.prompts import Prompt, check_logprobs, check_returned, check_tokens, prompt_of
+from disagg.integrations.sglang.prompts import (
+    UNREAD_OF_ADAPTERS,
+    Prompt,
+    check_logprobs,
+    check_returned,
+    check_tokens,
+    prompt_of,
+)
 
 TOKENS = array("q", range(40))
 
@@ -28,6 +36,12 @@ TOKENS = array("q", range(40))
 def prompt(*, paths: dict[str, LoRARef] | None = None, tokens: array[int] = TOKENS, **fields: Any) -> Prompt:
     """The prompt of a request as a server with these adapters has it."""
     return prompt_of(Req("name", "", tokens, SamplingParams(), **fields), Adapters(), paths or {})
+
+
+def test_sglang_reads_no_more_of_an_adapters_configuration_than_is_known() -> None:
+    sources = "".join(file.read_text() for file in Path(lora.__path__[0]).rglob("*.py"))
+    assert "self.config.lora_alpha / self.config.r" in sources
+    assert not [name for name in UNREAD_OF_ADAPTERS if name in sources]
 
 
 def test_every_part_of_a_prompt_counts() -> None:

@@ -16,7 +16,14 @@ import vllm.config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from disagg.integrations.shaping import VLLM, names
-from disagg.integrations.vllm.identity import Scales, _kv_scales, attention_layer, head_counts, tensor_scales
+from disagg.integrations.vllm.identity import (
+    Scales,
+    _kv_scales,
+    _tunes_temperature,
+    attention_layer,
+    head_counts,
+    tensor_scales,
+)
 from tests.integrations.vllm.caches import Server
 from tests.integrations.vllm.conftest import Start
 from tests.integrations.vllm.kinds import gqa
@@ -86,6 +93,25 @@ def test_a_pair_that_differs_is_refused_by_name(
     assert decoder.counts["failed_loads"] == len(LENGTHS)
     said = f"{decoder.run(refusals)}; {prefiller.run(refusals)}"
     assert all(part in said for part in reason), said
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "given", "is_tuned"),
+    [(32768, {}, False), (32769, {}, True), (65536, {"attn_temperature_tuning": False}, False), (8, {"top_k": 1}, False)],
+)
+def test_the_temperature_of_llama_4_is_the_one_that_vllm_uses(
+    max_model_len: int, given: dict[str, Any], is_tuned: bool
+) -> None:
+    """Its multimodal class leaves the loaded configuration as it was."""
+    model: Any = SimpleNamespace(
+        hf_text_config=SimpleNamespace(model_type="llama4_text", attn_temperature_tuning=True),
+        try_get_generation_config=dict,
+        override_generation_config=given,
+        max_model_len=max_model_len,
+    )
+    assert _tunes_temperature(model) is is_tuned
+    model.hf_text_config.model_type = "llama"
+    assert not _tunes_temperature(model)
 
 
 def test_files_that_say_the_same_in_other_words(start: Start, model: Callable[[str], Path], tmp_path: Path) -> None:
