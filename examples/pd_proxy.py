@@ -20,6 +20,8 @@ import hashlib
 import itertools
 import json
 import logging
+import re
+import resource
 import secrets
 import socket
 import sys
@@ -36,6 +38,7 @@ from aiohttp import (
     ClientResponse,
     ClientSession,
     ClientTimeout,
+    ConnectionTimeoutError,
     DummyCookieJar,
     StreamReader,
     TCPConnector,
@@ -59,8 +62,9 @@ NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "
 """Headers of one connection, or of the body as it came."""
 MAX_BODY_NBYTES = 64 << 20
 RETRY_AFTER_S = 0.5
+CONNECT_S = 5.0
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
-ASK_TIMEOUT = ClientTimeout(total=30)
+ASK_TIMEOUT = ClientTimeout(total=30, sock_connect=CONNECT_S)
 """How long a server may take to say what it is. A scheduler answers between two steps."""
 SILENT_S, PROBES, PROBE_S = 10, 4, 5
 """A host that has said nothing for so long is asked so often, every so many seconds. One that is gone says nothing to a
@@ -68,6 +72,7 @@ connection that waits for an answer.
 """
 DP_RANK = "X-data-parallel-rank"
 """The header by which vLLM takes a request to one of its data-parallel replicas."""
+MAX_DESCRIPTORS = 65_535
 MAX_CONVERSATIONS = 10_000
 MAX_MESSAGES = 4096
 """A request with more messages is no turn of a conversation: to name each would hold up all other requests."""
@@ -79,12 +84,16 @@ DRAIN_INTERVAL_S = 0.05
 """How often a server that drains is looked at."""
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ITEMS = ("image", "audio", "video")
+WHERE = ("remote_engine_id", "remote_address")
+"""What names a replica of vLLM's."""
 DONE = b"data: [DONE]\n\n"
 OPENING = frozenset({"response.created", "response.in_progress", "response.queued"})
 """Events that a server sends before it has the prompt's state."""
+BUDGET = "thinking_token_budget"
+"""Of which 0 is a value."""
 OF_ONE_ENGINE = frozenset(
     {
-        *("allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"),
+        *("allowed_token_ids", "bad_words", "structured_outputs", BUDGET, "truncate_prompt_tokens"),
         *("use_beam_search", "watermarking", "regex", "ebnf", "json_schema", "custom_logit_processor", "watermark"),
     }
 )
@@ -95,6 +104,8 @@ FOR_GOOD = ("Grammar accept_token failed", "prompt: expected", "expected the sta
 """In errors of SGLang's decode that another attempt would most likely meet again: prefill's first token is none of its grammar,
 or prefill has made other tokens of the prompt.
 """
+FAILED_INSIDE = re.compile(rb'"message": ?"5\d\d: ')
+"""In SGLang's responses: an error of the server, which has the status of an error of the request."""
 LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
 INCOMPLETE = "\ufffd"
@@ -246,7 +257,7 @@ class Client:
     def __init__(self, session: ClientSession) -> None:
         self._session = session
         self._known: dict[str, Server] = {}
-        self._places: dict[str, Iterator[Place]] = {}
+        self._places: dict[str, list[Place]] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
     async def server(self, url: str, headers: Mapping[str, str]) -> Server:
@@ -266,9 +277,8 @@ class Client:
             return await read_json(answer)
 
     def give_up(self, attempt: Attempt) -> None:
-        """Tell vLLM that nobody takes the request that it prefills, and ask it again where it is before the next request."""
+        """Tell vLLM that nobody takes the request that it prefills."""
         if not attempt.prefill.is_sglang:
-            self.ask_again(attempt.prefill)
             asked = told(attempt.body.get("model"), abort_request_id=attempt.transfer_id)
             self.tell_later(attempt.prefill, {**attempt.headers, **attempt.place.headers}, asked)
 
@@ -330,9 +340,15 @@ class Client:
         if prefill.url not in self._places:
             first, count = await self._replica(prefill, headers, {})
             ranks = [{DP_RANK: str(rank)} for rank in range(count)] if count > 1 else []
-            places = [(await self._replica(prefill, headers, rank))[0] for rank in ranks] or [first]
-            self._places[prefill.url] = itertools.cycle(places)
-        return next(self._places[prefill.url])
+            self._places[prefill.url] = [(await self._replica(prefill, headers, rank))[0] for rank in ranks] or [first]
+        places = self._places[prefill.url]
+        places.append(places.pop(0))
+        return places[-1]
+
+    def has_moved(self, prefill: Server, found: Body) -> bool:
+        """Whether a vLLM server says that it is at another place than is known, or answers as one without the connector."""
+        known = self._places.get(prefill.url, [])
+        return not found or ("remote_address" in found and not any(is_told(found, place.params, WHERE) for place in known))
 
     def forget(self, url: str | URL) -> None:
         """Another server may come to this address."""
@@ -442,7 +458,8 @@ def failure(url: URL, message: str) -> Exception:
 
 async def check(answer: ClientResponse) -> None:
     """Raises `Failed` for an error of the server, and `Refused` for an error of the request."""
-    if answer.status >= 500:
+    is_hidden = answer.status == web.HTTPBadRequest.status_code and answer.url.path.endswith(RESPONSES)
+    if answer.status >= 500 or (is_hidden and FAILED_INSIDE.search(await answer.read())):
         raise failure(answer.url, f"{answer.status} {await answer.text()}")
     if not answer.ok:
         raise Refused(answer.status, await answer.read(), passed_back(answer))
@@ -481,9 +498,10 @@ def of_client(body: Body) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in FOR_SERVERS_ONLY}
 
 
-def once_more(body: Body) -> dict[str, Any]:
-    """A request that is tried again. SGLang ends an attempt that was cancelled some seconds later, by the client's `rid`."""
-    return {name: value for name, value in body.items() if name != "rid"}
+def once_more(path: str, body: Body) -> dict[str, Any]:
+    """A request that is tried again. SGLang ends an attempt that was cancelled some seconds later, by the client's id."""
+    own = "request_id" if path == RESPONSES else "rid"
+    return {name: value for name, value in body.items() if name != own}
 
 
 def cleaned(value: Any) -> Any:
@@ -529,10 +547,12 @@ def hand_over(attempt: Attempt) -> HandOver:
         if decode.is_sglang:
             return HandOver({**body, **where, **route.fields}, {**body, **where})
         prompt = {key: value for key, value in body.items() if key not in OF_SAMPLING}
+        if prompt.get("tools"):
+            prompt["tool_choice"] = "auto"  # vLLM shows the model all tools, whichever it may call
         return HandOver({**prompt, **where, **route.fields, route.limit: 1}, for_vllm(body, to_vllm, attempt.own))
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
     if decode.is_sglang:
-        asked |= for_first_token(attempt.path, body)
+        asked = as_for_sglang(asked) | for_first_token(attempt.path, body)
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -546,6 +566,18 @@ def hand_over(attempt: Attempt) -> HandOver:
     address = URL(place["remote_address"])
     host = {"bootstrap_host": f"{place['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
     return HandOver(asked, {**body, **host, "bootstrap_room": room})
+
+
+def as_for_sglang(body: Body) -> dict[str, Any]:
+    """A request for vLLM's prefill, of which it makes the prompt that SGLang does: this shows the model only those tools that
+    it may call. SGLang does not know `include_reasoning`, without which vLLM takes the first token for the answer's.
+    """
+    choice = body.get("tool_choice")
+    named = (choice.get("function") or {}).get("name") if isinstance(choice, dict) else None
+    tools = [each for each in listed(body.get("tools")) if named is None or (each.get("function") or {}).get("name") == named]
+    left_out = {"include_reasoning", "tools"} | ({"tool_choice"} if choice == "none" else set())
+    found = {key: value for key, value in body.items() if key not in left_out}
+    return {**found, "tools": tools} if tools and choice != "none" else found
 
 
 def for_first_token(path: str, body: Body) -> dict[str, Any]:
@@ -576,9 +608,8 @@ def without_id(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name != "X-Request-Id"}
 
 
-def is_told(found: Body | None, told: Body) -> bool:
+def is_told(found: Body | None, told: Body, names: tuple[str, ...] = (*WHERE, "remote_attempt")) -> bool:
     """Whether decode was told where prefill has the request, by prefill's answer: by which server and in which attempt."""
-    names = ("remote_engine_id", "remote_address", "remote_attempt")
     return found is not None and all(found.get(name, 0) == told.get(name, 0) for name in names)
 
 
@@ -600,13 +631,12 @@ def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> st
         return "prompt: expected one, found a list: vLLM hands over one prompt of a request"
     if prefill.is_sglang != decode.is_sglang and has_items(body):
         return f"images, audio and videos: {prefill.engine} and {decode.engine} write different tokens for them"
+    if path == RESPONSES and body.get("previous_response_id") and prefill.is_sglang:
+        return "previous_response_id: only decode has the response before; send all messages"
     if path == RESPONSES and body.get("background"):
         return "background: decode answers before it has the state of the prompt"
-    if (
-        decode.is_sglang
-        and not prefill.is_sglang
-        and (known := [name for name in sorted(OF_ONE_ENGINE & body.keys()) if body[name]])
-    ):
+    known = [name for name in sorted(OF_ONE_ENGINE & body.keys()) if body[name] or (name == BUDGET and body[name] == 0)]
+    if decode.is_sglang and not prefill.is_sglang and known:
         return f"{known[0]}: vLLM samples the first token and SGLang the others, and only one of them has this field"
     is_text = isinstance(body.get("prompt", ""), str) or has_texts(body)
     has_other = is_text and body.get("add_special_tokens") not in (None, path == COMPLETIONS)
@@ -762,7 +792,9 @@ def is_server_error(event: Body) -> bool:
 
 
 def error_of(event: Body) -> Any:
-    """Also SGLang's, whose `/generate` calls it the reason why the answer has ended."""
+    """Also SGLang's, whose `/generate` calls it the reason why the answer has ended, and whose responses have it inside."""
+    if event.get("type") == "response.failed":
+        event = event.get("response") or event
     meta = event.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     status = reason.get("status_code") if isinstance(reason, dict) else None  # none where a client has aborted it
@@ -1307,7 +1339,7 @@ class Proxy:
     async def _open_client(self, _: web.Application) -> AsyncIterator[None]:
         async with ClientSession(
             connector=TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=watched_socket),
-            timeout=ClientTimeout(total=None, sock_connect=5),
+            timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
             cookie_jar=DummyCookieJar(),  # one client's are not for others
             read_bufsize=1 << 20,
         ) as session:
@@ -1344,7 +1376,7 @@ class Proxy:
                 logger.warning("%s: %s", type(error).__name__, error)
                 if time.monotonic() > until:
                     raise
-            body, kept = once_more(body), None
+            body, kept = once_more(request.path, body), None
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _attempt(self, request: web.Request, body: Body, names: list[bytes], kept: Body | None) -> web.StreamResponse:
@@ -1476,7 +1508,7 @@ class Proxy:
                 return await self._ask_both(request, attempt, given)
             except NotPrefilled as error:
                 logger.warning("prefill server %s: %s", url, error)
-                failure, body, kept = error.cause, once_more(body), None  # it may have used it up
+                failure, body, kept = error.cause, once_more(request.path, body), None  # it may have used it up
         if decode.is_sglang:
             raise failure
         return await self._answer(request, decode, headers, HandOver({}, for_vllm(body, {}, own)), given)
@@ -1487,18 +1519,20 @@ class Proxy:
         prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, asked.prefill, headers))
         asked.fill = fill_of(attempt, prefilling)
         answering = self._answering(request, attempt, asked, given)
-        is_taken = False
+        is_right = True
         try:
             await asyncio.wait({answering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
-            is_right = True
             if prefilling.done() and not answering.done():
                 answering, is_right = await self._check_prefill(request, attempt, asked, given, prefilling, answering)
-            response = await answering
-            is_taken = is_right and prefilling.done()
-            return response
+            return await answering
+        except (ClientError, Failed):
+            if not asked.begun:
+                self._client.ask_again(attempt.prefill)  # it may be another server by now
+            raise
         finally:
             has_ended = prefilling.done() and not prefilling.cancelled()
             is_refused = has_ended and isinstance(prefilling.exception(), Refused)
+            is_taken = is_right and asked.begun and has_ended
             try:
                 await end(prefilling, answering)
             finally:
@@ -1521,7 +1555,10 @@ class Proxy:
             if asked.begun or DECLINED in str(error):  # decode has what it needs
                 return answering, True
             is_same = attempt.prefill.engine == attempt.decode.engine
-            for_decode = {404} if is_same else {400, 404, 422}  # it may have an adapter, or take what the other engine does not
+            # Decode may have an adapter, or take what the other engine does not. vLLM's `/v1/messages` does not take an answer
+            # of its own that ends within the arguments of a forced tool, as after one token.
+            for_decode = {404} if is_same else {400, 404, 422}
+            for_decode |= {400} if attempt.path == "/v1/messages" else set()
             is_final = isinstance(error, Refused) and error.status not in for_decode
             if is_final or not isinstance(error, ClientError | Failed | Refused):
                 raise error
@@ -1529,11 +1566,12 @@ class Proxy:
         found = None if attempt.prefill.is_sglang else prefilling.result().get("kv_transfer_params")
         if attempt.prefill.is_sglang or is_told(found, attempt.place.params):
             return answering, True
+        if self._client.has_moved(attempt.prefill, found or {}):
+            self._client.ask_again(attempt.prefill)
         if asked.begun:
             return answering, False
         if attempt.decode.is_sglang:
             raise Failed(f"{attempt.prefill.url} hands over nothing, or is another server than before")
-        self._client.ask_again(attempt.prefill)
         await end(answering)
         asked.decode = for_vllm(attempt.body, found or {}, attempt.own)
         return self._answering(request, attempt, asked, given), True
@@ -1556,7 +1594,7 @@ class Proxy:
                     asked.begun = True
                     return await send(request, answer, first, events)
             data = await answer.read()
-            given.is_whole = True
+            asked.begun = given.is_whole = True
             if asked.fill is not None and asked.fill.field in data:
                 whole = json.loads(data)
                 await asked.fill.into(whole)
@@ -1581,7 +1619,7 @@ class Proxy:
             try:
                 async with self._client.open(request.method, where, data=data, headers=headers) as answer:
                     return await send(request, answer, b"", answer.content.iter_any())
-            except ClientConnectorError as error:
+            except (ClientConnectorError, ConnectionTimeoutError) as error:
                 failure = error
             finally:
                 self._passing[url] -= 1
@@ -1625,6 +1663,10 @@ def main() -> None:
     parser.add_argument("--port", type=port, default=8000)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:  # a request takes three
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     proxy = Proxy(given.prefill, given.decode, retry_s=given.retry_s, keep=given.keep, move=given.move)
     try:
         web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)

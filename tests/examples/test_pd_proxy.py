@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import resource
 import socket
 import sys
 import time
@@ -1245,18 +1246,23 @@ async def waits_for_decode(pair: Pair) -> None:
     await until(lambda: bool(pair.decode.asked))
 
 
+async def waits_for_both(pair: Pair) -> None:
+    await until(lambda: bool(pair.decode.asked and pair.prefill.asked))
+    await asyncio.sleep(0.05)  # until the proxy has their answers
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "phase"),
     [
         (hangs, decodes, waits_for_prefill),
         (prefills, hangs, waits_for_decode),
-        (prefills, streams, waits_for_decode),
+        (prefills, streams, waits_for_both),
         (prefills, says(500, {}), waits_for_decode),
     ],
     ids=["prefill computes", "decode loads", "decode streams", "asked again"],
 )
 def test_a_client_that_leaves(prefill: Respond, decode: Respond, phase: Callable[[Pair], Awaitable[None]]) -> None:
-    """Each server sees it, and prefill need not keep the blocks."""
+    """Each server sees it, and prefill need not keep the blocks, unless decode has them."""
 
     async def first(request: web.Request, asked: Asked) -> web.StreamResponse:
         is_last = "abort_request_id" in asked.body["kv_transfer_params"]
@@ -1266,12 +1272,57 @@ def test_a_client_that_leaves(prefill: Respond, decode: Respond, phase: Callable
         waiting = asyncio.create_task(pair.post({**COMPLETION, "stream": decode is streams}))
         await phase(pair)
         waiting.cancel()
-        names = [body["kv_transfer_params"].get("remote_request_id") for body in pair.prefill.bodies()]
-        await until(lambda: names[0] in [body["kv_transfer_params"].get("abort_request_id") for body in pair.prefill.bodies()])
+        (name, *_) = [body["kv_transfer_params"].get("remote_request_id") for body in pair.prefill.bodies()]
         await until(lambda: pair.prefill.num_cut == (prefill is hangs))
         await until(lambda: pair.decode.num_cut == (decode in (hangs, streams)))
+        if decode is streams:
+            await asyncio.sleep(0.05)
+        else:
+            await until(lambda: name in given_up(pair))
+        assert (name in given_up(pair)) is (decode is not streams)
 
     run(scenario, StandIn(first), StandIn(decode), retry_s=30)
+
+
+@pytest.mark.parametrize("decode", [streams, says(400, {})], ids=["client leaves", "decode refuses"])
+def test_prefill_is_not_asked_again_where_it_is_for_what_is_no_fault_of_its_own(decode: Respond) -> None:
+    """The next request would wait in its queue twice."""
+
+    async def scenario(pair: Pair) -> None:
+        for number in range(3):
+            async with pair.client.post("/v1/completions", json={**COMPLETION, "stream": True}) as answer:
+                assert answer.status == (200 if decode is streams else 400)
+                await answer.content.readline()
+                answer.close()
+            await until(lambda number=number: pair.decode.num_cut == (number + 1) * (decode is streams))
+        assert pair.prefill.num_located == 1
+
+    run(scenario, StandIn(prefills), StandIn(decode))
+
+
+def test_a_host_that_drops_packets_takes_a_connections_time_of_one_turn_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops what would open a connection to a socket whose queue is full."""
+    assert pd_proxy.ASK_TIMEOUT.sock_connect == pd_proxy.CONNECT_S
+    monkeypatch.setattr(pd_proxy, "CONNECT_S", 0.3)
+    monkeypatch.setattr(pd_proxy, "ASK_TIMEOUT", ClientTimeout(total=30, sock_connect=0.3))
+
+    async def scenario(pair: Pair) -> None:
+        for _ in range(2):
+            assert (await pair.post(COMPLETION))[0] == 200
+            async with pair.client.get("/v1/models") as answer:
+                assert answer.status == 200
+
+    with socket.socket() as dark:
+        dark.bind(("127.0.0.1", 0))
+        dark.listen(0)
+        queued = [socket.socket() for _ in range(4)]
+        for each in queued:
+            each.setblocking(False)
+            each.connect_ex(dark.getsockname())
+        url = f"http://127.0.0.1:{dark.getsockname()[1]}"
+        run(scenario, StandIn(prefills), StandIn(decodes), others=[url], other_prefills=[url], retry_s=30.0)
+        for each in queued:
+            each.close()
 
 
 def test_a_client_that_leaves_while_decode_says_what_it_keeps() -> None:
@@ -1480,6 +1531,19 @@ def test_a_wrong_address_or_port_is_named_at_the_start(
     assert sentence.endswith(f"found {value!r}")
 
 
+def test_the_program_may_have_as_many_connections_as_the_machine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request takes three. Shells allow 1,024 descriptors."""
+    monkeypatch.setattr(web, "run_app", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["pd_proxy", "--prefill=http://a", "--decode=http://b"])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(200, before[1]), before[1]))
+        main()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], pd_proxy.MAX_DESCRIPTORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 RESPONSE = b'event: response.created\ndata: {"type": "response.created", "response": {"usage": null}}\n\n'
 
 
@@ -1522,11 +1586,12 @@ def cached(count: int, *, name: str = "prompt_tokens_details") -> dict[str, Any]
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
 @pytest.mark.parametrize(("of_prefill", "of_decode", "expected"), [(3, 8, 3), (0, 8, 0), (7, 2, 2), (None, 8, 8)])
 def test_cached_tokens_are_those_of_prefill(
-    of_prefill: int | None, of_decode: int, expected: int, slow: str, stream: bool
+    of_prefill: int | None, of_decode: int, expected: int, slow: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To vLLM's decode all that prefill has computed is cached. If it has computed the prompt itself, its count is right. It
     may have answered before prefill has.
     """
+    monkeypatch.setattr(pd_proxy, "ANSWER_S", 30.0)
 
     async def counts(request: web.Request, asked: Asked) -> web.StreamResponse:
         await asyncio.sleep(0.1 * (slow == "prefill"))
@@ -1709,6 +1774,7 @@ def test_an_error_that_every_attempt_would_meet_is_final(message: str, stream: b
         ({"structured_outputs": {"regex": "[0-9]{3}"}}, "structured_outputs: vLLM samples the first token"),
         ({"echo": True, "logprobs": 1}, "echo: SGLang's decode does not know"),
         ({"add_special_tokens": False}, "add_special_tokens: expected True"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget: vLLM samples the first token"),
     ],
 )
 def test_what_vllm_and_sglang_cannot_do_together_is_refused(fields: Mapping[str, Any], why: str) -> None:
@@ -1718,6 +1784,94 @@ def test_what_vllm_and_sglang_cannot_do_together_is_refused(fields: Mapping[str,
         assert pair.decode.asked == []
 
     run(scenario, StandIn(prefills), sglang(decodes))
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("one", "two")]
+NAMED = {"type": "function", "function": {"name": "two"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "for_vllm", "for_sglang"),
+    [
+        ("none", {}, {"tools": TOOLS, "tool_choice": "auto"}),
+        (NAMED, {"tools": TOOLS[1:], "tool_choice": NAMED}, {"tools": TOOLS, "tool_choice": "auto"}),
+        ("auto", {"tools": TOOLS, "tool_choice": "auto"}, {"tools": TOOLS, "tool_choice": "auto"}),
+        ("required", {"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "auto"}),
+    ],
+    ids=["none", "named", "auto", "required"],
+)
+def test_prefill_shows_the_model_the_tools_that_decode_shows(
+    choice: Any, for_vllm: Any, for_sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM shows all of them, and SGLang those that may be called."""
+    path = "/v1/chat/completions"
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": choice, "include_reasoning": False}
+
+    async def scenario(pair: Pair) -> None:
+        await pair.post(chat, path=path)
+        (found,) = pair.prefill.bodies(path)
+        expected = for_vllm if pair.prefill.info is None else for_sglang
+        assert {name: found[name] for name in ("tools", "tool_choice") if name in found} == expected
+        assert ("include_reasoning" in found) is (pair.prefill.info is not None)
+        assert pair.decode.bodies(path)[0]["tool_choice"] == choice
+
+    async def first_rank(*_: Any) -> Mapping[str, Any]:
+        return WHERE
+
+    monkeypatch.setattr(pd_proxy.Client, "_first_rank", first_rank)
+    run(scenario, StandIn(prefills), sglang(decodes))
+    run(scenario, sglang(decodes), StandIn(decodes))
+
+
+def test_decode_answers_a_message_that_prefill_cannot_end_after_one_token() -> None:
+    """VLLM reads the arguments of a forced tool, which are not whole then."""
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({"messages": [], "max_tokens": 4}, path="/v1/messages")
+        assert (status, "decoded" in text) == (200, True)
+
+    run(scenario, StandIn(refuses_messages), StandIn(waits))
+
+
+async def refuses_messages(request: web.Request, asked: Asked) -> web.StreamResponse:
+    respond = says(400, {"error": {"message": "Expecting property name"}}) if asked.path == "/v1/messages" else prefills
+    return await respond(request, asked)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fails", ["prefill", "decode"])
+def test_sglangs_responses_hide_the_servers_errors(stream: bool, fails: str) -> None:
+    """As errors of the request, or in the answer's last event. The request is tried again, with an id of its own."""
+    failed = {"type": "response.failed", "response": {"error": {"code": "server_error", "message": "no transfer"}}}
+    events = [b"data: " + json.dumps(each).encode() + b"\n\n" for each in ({"type": "response.created"}, failed)]
+    hidden = says(400, {"error": {"message": "500: no transfer", "code": 400}})
+    numbers: Counter[str] = Counter()
+
+    def fails_once(side: str) -> Respond:
+        async def respond(request: web.Request, asked: Asked) -> web.StreamResponse:
+            numbers[side] += 1
+            if side == fails and numbers[side] == 1:
+                return await (sse(*events) if asked.body["stream"] else hidden)(request, asked)
+            if side == "decode" and fails == "prefill" and numbers[side] == 1:
+                return await hangs(request, asked)
+            return await says(200, {"status": "completed"})(request, asked)
+
+        return respond
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({"input": "a", "stream": stream, "request_id": "mine"}, path="/v1/responses")
+        assert (status, json.loads(text)) == (200, {"status": "completed"})
+        assert [body.get("request_id") for body in pair.decode.bodies("/v1/responses")] == ["mine", None]
+
+    run(scenario, sglang(fails_once("prefill")), sglang(fails_once("decode")), retry_s=30.0)
+
+
+def test_sglangs_prefill_does_not_know_the_response_before() -> None:
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({"input": "a", "previous_response_id": "resp_1"}, path="/v1/responses")
+        assert (status, "previous_response_id: only decode has the response before" in text) == (400, True)
+
+    run(scenario, sglang(decodes), sglang(decodes))
 
 
 @pytest.mark.parametrize("stream", [False, True])
