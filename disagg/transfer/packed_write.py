@@ -86,14 +86,16 @@ class PackedWrite:
         return [write.packing or write.transfer for write in tuple(self._writes)]
 
     def pack(self) -> int:
-        """Fill up to a batch of slots. Returns how many. If there are too few, asks once for more."""
+        """Fill up to a batch of slots. Returns how many. If there are too few, also for others, asks once for more: it may have
+        taken those that others have asked for.
+        """
         if self._demand is None:
             self._demand = -(-self._stream.total // self._slot_nbytes)
             self._loans.want(self._demand)
         packed = 0
         while packed < self._slots.batch and self._pack_slot():
             packed += 1
-        if self._loans.wanted and not self._has_asked and not self.is_complete:
+        if self._loans.wanted and not self._has_asked and not self._report.error:
             self._has_asked = True
             self._reports.append(SlotsWanted(self._job.ticket))
         return packed
