@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
-from disagg.backends.base import RemotePeer
-from disagg.backends.local import LocalBackend
+from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.core.errors import PeerIncompatible
 from disagg.machine.processes import ProcessWatch
 from disagg.protocol.peer_effects import ConnectionLimits, SendHello, Undecided
@@ -165,7 +164,7 @@ def test_waiting_ends_at_once_where_one_side_has_refused_for_good() -> None:
 class OtherRelease(LocalBackend):
     """An engine that reaches no peer of another release."""
 
-    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> RemotePeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> LocalPeer:
         raise PeerIncompatible("expected the peer's release to be 2, as here, found 1")
 
 

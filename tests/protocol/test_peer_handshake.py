@@ -213,6 +213,20 @@ def test_a_refused_rank_gets_a_hello_again_later() -> None:
     assert take_effects(table) == [Ready(PeerRank("decode-0", 0), 7, welcome())]
 
 
+def test_a_rank_that_cannot_be_used_before_one_side_restarts_is_refused() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.refuse(PeerRank("decode-0", 0), "another release", 1.0, final=True)
+    (refused,) = take_effects(table)
+    assert refused == Refused("decode-0", LEADER, "another release")
+    assert "another release" in table.instances["decode-0"].refusal
+    later = 1.0 + LIMITS.refused_retry_s
+    table.tick(later - 1.0)
+    assert take_effects(table) == []
+    table.tick(later)
+    assert any(isinstance(effect, SendHello) for effect in take_effects(table))
+
+
 def test_a_process_that_has_refused_this_rank_is_not_asked_again_for_each_hello() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
