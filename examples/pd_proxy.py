@@ -100,9 +100,12 @@ OF_ONE_ENGINE = frozenset(
 """Fields by which vLLM samples and SGLang does not, or the other way round."""
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Those of SGLang's completions; vLLM takes the model's. Both take the model's for chats."""
-FOR_GOOD = ("Grammar accept_token failed", "prompt: expected", "expected the state of this request's prompt")
+FOR_GOOD = (
+    *("Grammar accept_token failed", "prompt: expected", "expected the state of this request's prompt"),
+    "finished without component",
+)
 """In errors of SGLang's decode that another attempt would most likely meet again: prefill's first token is none of its grammar,
-or prefill has made other tokens of the prompt.
+or prefill has made other tokens of the prompt, or fewer.
 """
 FAILED_INSIDE = re.compile(rb'"message": ?"5\d\d: ')
 """In SGLang's responses: an error of the server, which has the status of an error of the request."""

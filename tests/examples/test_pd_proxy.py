@@ -1284,6 +1284,10 @@ def test_a_client_that_leaves(prefill: Respond, decode: Respond, phase: Callable
     run(scenario, StandIn(first), StandIn(decode), retry_s=30)
 
 
+def is_cut(pair: Pair, count: int) -> bool:
+    return pair.decode.num_cut == count
+
+
 @pytest.mark.parametrize("decode", [streams, says(400, {})], ids=["client leaves", "decode refuses"])
 def test_prefill_is_not_asked_again_where_it_is_for_what_is_no_fault_of_its_own(decode: Respond) -> None:
     """The next request would wait in its queue twice."""
@@ -1294,7 +1298,7 @@ def test_prefill_is_not_asked_again_where_it_is_for_what_is_no_fault_of_its_own(
                 assert answer.status == (200 if decode is streams else 400)
                 await answer.content.readline()
                 answer.close()
-            await until(lambda number=number: pair.decode.num_cut == (number + 1) * (decode is streams))
+            await until(partial(is_cut, pair, (number + 1) * (decode is streams)))
         assert pair.prefill.num_located == 1
 
     run(scenario, StandIn(prefills), StandIn(decode))
@@ -1753,6 +1757,7 @@ def test_vllm_samples_the_first_token_as_sglang_would() -> None:
         "Grammar accept_token failed for req 7 with token 90: no",
         "KVTransferError: prompt: expected 9 tokens, found 8 on prefill",
         "payload: expected the state of this request's prompt, found that of other tokens",
+        "request 31#0: prefill/0 finished without component 'kv': tokens [11, 12) of layer 0",
     ],
 )
 def test_an_error_that_every_attempt_would_meet_is_final(message: str, stream: bool) -> None:

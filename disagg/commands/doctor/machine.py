@@ -80,7 +80,7 @@ def cma_refused(why: str) -> Finding:
     return Finding(
         "cma", Level.WARNING, f"processes here may not copy each other's memory: {why}",
         "backend 'cma' cannot be used: processes of this host use a network engine, at a fraction of the speed",
-        "sysctl -w kernel.yama.ptrace_scope=0; for containers: --cap-add SYS_PTRACE and a shared PID namespace",
+        "sysctl -w kernel.yama.ptrace_scope=0; for containers: --cap-add SYS_PTRACE, and shared PID and network namespaces",
     )  # fmt: skip
 
 
