@@ -82,7 +82,7 @@ KEEP_ALIVE_S = 2.0
 """How long a connection to a server stays open without a request. Servers close it after 5 s; a request just then fails."""
 DRAIN_INTERVAL_S = 0.05
 """How often a server that drains is looked at."""
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS, CHATS, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 ITEMS = ("image", "audio", "video")
 WHERE = ("remote_engine_id", "remote_address")
 """What names a replica of vLLM's."""
@@ -109,6 +109,7 @@ or prefill has made other tokens of the prompt, or fewer.
 """
 FAILED_INSIDE = re.compile(rb'"message": ?"5\d\d: ')
 """In SGLang's responses: an error of the server, which has the status of an error of the request."""
+HAND_OVER_FAILED = re.compile("(Decode handshake|(Prefill|Decode) transfer|Prefill bootstrap) failed ")
 LAST_ONLY = ("stop_reason", "weight_versions")
 """Fields of a chat's choice that only vLLM's last event has."""
 INCOMPLETE = "\ufffd"
@@ -554,6 +555,10 @@ def hand_over(attempt: Attempt) -> HandOver:
             prompt["tool_choice"] = "auto"  # vLLM shows the model all tools, whichever it may call
         return HandOver({**prompt, **where, **route.fields, route.limit: 1}, for_vllm(body, to_vllm, attempt.own))
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
+    if attempt.path == MESSAGES and body.get("tool_choice"):
+        asked["tool_choice"] = {
+            "type": "none"
+        }  # vLLM shows the model all tools, and refuses its own answer if a call is cut off
     if decode.is_sglang:
         asked = as_for_sglang(asked) | for_first_token(attempt.path, body)
     asked["kv_transfer_params"] = {
@@ -576,11 +581,17 @@ def as_for_sglang(body: Body) -> dict[str, Any]:
     it may call. SGLang does not know `include_reasoning`, without which vLLM takes the first token for the answer's.
     """
     choice = body.get("tool_choice")
-    named = (choice.get("function") or {}).get("name") if isinstance(choice, dict) else None
-    tools = [each for each in listed(body.get("tools")) if named is None or (each.get("function") or {}).get("name") == named]
+    named = function_of(choice)
+    tools = [each for each in listed(body.get("tools")) if named is None or function_of(each) == named]
     left_out = {"include_reasoning", "tools"} | ({"tool_choice"} if choice == "none" else set())
     found = {key: value for key, value in body.items() if key not in left_out}
     return {**found, "tools": tools} if tools and choice != "none" else found
+
+
+def function_of(tool: Any) -> Any:
+    """The name of a function that a chat may call; `None` if it has none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def for_first_token(path: str, body: Body) -> dict[str, Any]:
@@ -778,7 +789,7 @@ def fill_of(attempt: Attempt, prefilling: asyncio.Task[Any]) -> Fill | None:
     pair = (attempt.prefill.engine, attempt.decode.engine)
     if pair == (VLLM, SGLANG):
         return Fill(b'"logprobs"', fill_in_first, prefilling) if have_equal_logprobs(attempt) else None
-    if attempt.path == "/v1/messages":
+    if attempt.path == MESSAGES:
         return Fill(b'"cache_read_input_tokens"', fill_in_cache_read, prefilling)
     if pair in ((VLLM, VLLM), (SGLANG, VLLM)):
         return Fill(b'"cached_tokens"', fill_in_cached, prefilling)
@@ -797,7 +808,10 @@ def is_server_error(event: Body) -> bool:
 def error_of(event: Body) -> Any:
     """Also SGLang's, whose `/generate` calls it the reason why the answer has ended, and whose responses have it inside."""
     if event.get("type") == "response.failed":
-        event = event.get("response") or event
+        response = event.get("response")
+        error = response.get("error") if isinstance(response, dict) else None
+        message = str(error.get("message")) if isinstance(error, dict) else ""
+        return error if HAND_OVER_FAILED.match(message) else None  # nothing else tells it from an error of the request
     meta = event.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     status = reason.get("status_code") if isinstance(reason, dict) else None  # none where a client has aborted it
@@ -1558,10 +1572,7 @@ class Proxy:
             if asked.begun or DECLINED in str(error):  # decode has what it needs
                 return answering, True
             is_same = attempt.prefill.engine == attempt.decode.engine
-            # Decode may have an adapter, or take what the other engine does not. vLLM's `/v1/messages` does not take an answer
-            # of its own that ends within the arguments of a forced tool, as after one token.
-            for_decode = {404} if is_same else {400, 404, 422}
-            for_decode |= {400} if attempt.path == "/v1/messages" else set()
+            for_decode = {404} if is_same else {400, 404, 422}  # it may have an adapter, or take what the other engine does not
             is_final = isinstance(error, Refused) and error.status not in for_decode
             if is_final or not isinstance(error, ClientError | Failed | Refused):
                 raise error

@@ -38,8 +38,8 @@ class Options(ServerConfig, frozen=True, kw_only=True):
     max_hold_s: Annotated[
         Seconds,
         meaning(
-            "The longest that prefill keeps them while the request waits in decode's queue, and that decode waits for a "
-            "request that both servers were sent at once.",
+            "The longest that prefill keeps them while the request waits in decode's queue or is copied, and that decode waits "
+            "for a request that both servers were sent at once.",
             metavar="SECONDS",
         ),
     ] = 600.0

@@ -126,12 +126,13 @@ VLLM: Mapping[str, tuple[Row, ...]] = {
     "ModelConfig": (
         _row(_COMPARED, _CONFIG, "hf_overrides hf_config hf_text_config hf_config_path config_format model revision"),
         _row(_COMPARED, _MEMORY, "dtype"),
-        _row(_COMPARED, "`longrope`: vLLM takes the long factors if this exceeds the original length", "max_model_len"),
+        _row(_COMPARED, "`longrope`: vLLM takes the long factors if this exceeds the original length. Llama 4, below", """
+            max_model_len"""),
         _row(_COMPARED, "`windows`: the layers' own", "disable_sliding_window"),
         _row(_COMPARED, "its value, if it is set", "model_class_overrides"),
         _row(_REQUEST, "the request's key", "enable_prompt_embeds"),
         _row(_COMPARED, "`model_impl`, if `transformers` is set, or implements latent attention", "model_impl"),
-        _row(_COMPARED, "`attn_temperature_tuning`, which Llama 4 reads there: the value that the server has loaded", """
+        _row(_COMPARED, "`attn_temperature_tuning` of Llama 4, by default whether `max_model_len` exceeds 32,768", """
             generation_config override_generation_config"""),
         _row(_NONE, _WEIGHTS, """
             model_weights code_revision trust_remote_code quantization quantization_config allow_deprecated_quantization

@@ -1828,26 +1828,60 @@ def test_prefill_shows_the_model_the_tools_that_decode_shows(
     run(scenario, sglang(decodes), StandIn(decodes))
 
 
-def test_decode_answers_a_message_that_prefill_cannot_end_after_one_token() -> None:
-    """VLLM reads the arguments of a forced tool, which are not whole then."""
+@pytest.mark.parametrize("kind", ["any", "tool", "auto", "none"])
+def test_prefill_is_not_asked_to_call_a_tool_in_a_message(kind: str) -> None:
+    """VLLM reads the arguments of a forced call, which are not whole after one token, and refuses the request."""
+    choice = {"type": kind, **({"name": "one"} if kind == "tool" else {})}
 
     async def scenario(pair: Pair) -> None:
-        status, text, _ = await pair.post({"messages": [], "max_tokens": 4}, path="/v1/messages")
-        assert (status, "decoded" in text) == (200, True)
+        await pair.post(
+            {"messages": [], "tools": [{"name": "one"}], "tool_choice": choice, "max_tokens": 4}, path="/v1/messages"
+        )
+        (asked,), (answered,) = (each.bodies("/v1/messages") for each in (pair.prefill, pair.decode))
+        assert (asked["tool_choice"], answered["tool_choice"]) == ({"type": "none"}, choice)
+        assert asked["tools"] == answered["tools"]
 
-    run(scenario, StandIn(refuses_messages), StandIn(waits))
+    run(scenario, StandIn(prefills), StandIn(decodes))
 
 
-async def refuses_messages(request: web.Request, asked: Asked) -> web.StreamResponse:
-    respond = says(400, {"error": {"message": "Expecting property name"}}) if asked.path == "/v1/messages" else prefills
-    return await respond(request, asked)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": {"type": "function", "function": "a"}},
+        {"tool_choice": NAMED, "tools": ["x"]},
+        {"tool_choice": NAMED, "tools": [{"function": "a"}]},
+        {"tool_choice": NAMED, "tools": "x"},
+    ],
+    ids=str,
+)
+def test_tools_that_are_none_are_refused_by_the_servers(fields: Mapping[str, Any]) -> None:
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({"messages": [], **fields}, path="/v1/chat/completions"))[0] == 400
+
+    run(scenario, StandIn(says(400, {})), sglang(hangs))
+
+
+def test_a_response_that_fails_by_its_request_is_not_tried_again() -> None:
+    """SGLang says of both that the server has failed."""
+    message = "The request has 900 tokens, and exceeds the maximum number of tokens"
+    failed = {"type": "response.failed", "response": {"error": {"code": "server_error", "message": message}}}
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({"input": "a", "stream": True}, path="/v1/responses")
+        assert (status, message in text, len(pair.decode.asked)) == (200, True, 1)
+
+    event = b"data: " + json.dumps(failed).encode() + b"\n\n"
+    run(scenario, sglang(decodes), sglang(sse(event)), retry_s=30.0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fails", ["prefill", "decode"])
 def test_sglangs_responses_hide_the_servers_errors(stream: bool, fails: str) -> None:
     """As errors of the request, or in the answer's last event. The request is tried again, with an id of its own."""
-    failed = {"type": "response.failed", "response": {"error": {"code": "server_error", "message": "no transfer"}}}
+    failed = {
+        "type": "response.failed",
+        "response": {"error": {"code": "server_error", "message": "Decode transfer failed for request rank=0"}},
+    }
     events = [b"data: " + json.dumps(each).encode() + b"\n\n" for each in ({"type": "response.created"}, failed)]
     hidden = says(400, {"error": {"message": "500: no transfer", "code": 400}})
     numbers: Counter[str] = Counter()

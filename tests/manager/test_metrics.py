@@ -27,8 +27,9 @@ from disagg.protocol.messages import PROTOCOL_VERSION
 from disagg.protocol.receive_session import ReceiveState
 from disagg.protocol.send_session import SendState
 from disagg.runtime import metrics
-from disagg.runtime.accounting import HeldSize, Quarantine, RequestRecord, as_line, num_rows, quarantine_of
+from disagg.runtime.accounting import HeldSize, Quarantine, RequestRecord, Stats, as_line, num_rows, quarantine_of
 from disagg.testing.reference import KVModel, PageList
+from disagg.transfer.jobs import CANCELLED, Settled
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, cluster, introduce, receive, send, start_side
 
@@ -116,6 +117,13 @@ def test_active_requests_are_counted_by_state_and_failures_by_their_first_cause(
     assert wrong.wait(timeout_s=DEADLINE_S).error.cause is Cause.TRANSFER  # type: ignore[union-attr]
     assert incomplete.wait(timeout_s=DEADLINE_S).error.cause is Cause.PEER  # type: ignore[union-attr]
     assert value(prefill, "transfer_failures_total") == 1
+
+
+def test_a_cancelled_transfer_is_none_that_has_failed() -> None:
+    found = Stats()
+    for error in ("", CANCELLED, "the connection broke"):
+        found.add(Settled(ticket=0, error=error))
+    assert (found.transfers, found.failures) == (3, 1)
 
 
 def test_requests_that_wait_for_their_peer_are_under_way() -> None:

@@ -161,6 +161,17 @@ def test_waiting_ends_at_once_where_one_side_has_refused_for_good() -> None:
                 one.wait_ready(other, timeout_s=3600.0)
 
 
+def test_a_goodbye_is_no_loss() -> None:
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, "prefill", admit="any"), opened(stack, "decode")
+        decode.add_peer("prefill", address=prefill.address)
+        for one, other in ((decode, "prefill"), (prefill, "decode")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+        prefill.close()
+        until(lambda: decode.peer("prefill").state != "ready")
+        assert sum(num_losses(decode).values()) == 0
+
+
 class OtherRelease(LocalBackend):
     """An engine that reaches no peer of another release."""
 

@@ -20,7 +20,7 @@ ROTARY = "RotaryEmbedding"
 SCALED = {"linear", "llama3", "yarn", "dynamic", "longrope"}
 UNSCALED_BACKENDS = {"TorchNativeAttnBackend", "TorchFlexAttnBackend"}
 """They write K and V as they are, and read them so."""
-UNWINDOWED_BACKENDS = {"TorchFlexAttnBackend"}
+UNWINDOWED_BACKENDS = {"TorchFlexAttnBackend", "WaveAttnBackend"}
 """They attend to all tokens, whatever a layer's window is."""
 DIVIDING_BACKENDS = {"TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend", "IntelAMXAttnBackend", "NoneType"}
 """They divide what they write by a layer's scales, and multiply what they read."""

@@ -328,7 +328,7 @@ class WorkerHalf:
             wanted_s = max(send.finished_s, send.handle.wanted_at or 0.0)
             most_s = send.finished_s + max(options.max_hold_s, hold_s)
             if (most_s if send.handle.readers else min(wanted_s + hold_s, most_s)) < now:
-                reason = f"no server took it within {now - send.finished_s:.0f} s"
+                reason = f"no server has taken it within {now - send.finished_s:.0f} s"
                 send.finished_s = math.inf  # only once
                 send.handle.abort(reason)
 

@@ -330,7 +330,9 @@ def test_servers_of_different_models(start: Callable[..., Engine]) -> None:
     wait_empty(decode)
     said = prefill.run(logged)
     assert sum("rejected a hello: model: 'llama' at " in line for line in said) == 1, said
-    assert [line.rpartition(": ")[2] for line in said if line.startswith("request ")] == ["no server took it within 3 s"] * 6
+    assert [line.rpartition(": ")[2] for line in said if line.startswith("request ")] == [
+        "no server has taken it within 3 s"
+    ] * 6
 
 
 def give_up_all_that_finish(core: Any) -> None:

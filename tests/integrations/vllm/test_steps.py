@@ -40,9 +40,11 @@ from disagg.integrations.vllm.groups import Kind, read_groups
 from disagg.integrations.vllm.kept import Keeper
 from disagg.integrations.vllm.layout import Cache
 from disagg.integrations.vllm.metadata import Chunk, Finish, Load, RankAddress, StepMetadata, WorkerReport
+from disagg.integrations.vllm.metrics import TransferStats
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.integrations.vllm.scheduler import SchedulerHalf
+from disagg.integrations.vllm.transfers import Receive, TransferResults
 from disagg.integrations.vllm.worker import WorkerHalf, _frees_early
 
 BLOCK = 32
@@ -773,6 +775,18 @@ def test_a_worker_that_stood_still_does_not_take_that_for_being_blocked(
         now += 6.0 if stands_still else 0.1
         half._end_blocking_send(idle=True)
     assert len(ended) == (0 if stands_still else 1)
+
+
+def test_a_load_that_the_server_has_aborted_counts_as_none() -> None:
+    """Its client has left."""
+    half: Any = object.__new__(WorkerHalf)
+    half._stats, half._results, half._sends = TransferStats(), TransferResults(), {}
+    half._receives = {name: Receive(name, 3, 3, "") for name in ("aborted", "failed")}
+    half._abort("aborted")
+    for receive in list(half._receives.values()):
+        half._end_receive(receive, ok=False)
+    assert (half._stats.data["loads"], half._stats.data["failed_loads"]) == (1, 1)
+    assert half._results.failed_recving == {"aborted", "failed"}
 
 
 def ended(server: Server, request: Request) -> tuple[list[Finish], dict[str, Any]]:
