@@ -64,6 +64,8 @@ class Slots(Protocol):
 
     @property
     def num_free(self) -> int: ...
+    @property
+    def can_replace(self) -> bool: ...
     def take(self) -> int:
         """The address of a free slot. There must be one."""
 
@@ -143,6 +145,11 @@ class Lender:
         lost, total = self.num_lost, self._slots.total if self._slots is not None else 0
         return f"{lost} of {total} staging slots may still be written by peers that are gone" if 2 * lost > total else ""
 
+    @property
+    def can_replace(self) -> bool:
+        """Whether a slot that a lost writer may still write costs the others nothing."""
+        return self._slots is not None and self._slots.can_replace
+
     def open(self, peer: PeerRank, epoch: int, generation: int) -> Lending | None:
         """The terms for a connection; `None` if this rank lends nothing. Loans to an earlier connection are void, but late
         writes may still come.
@@ -167,11 +174,13 @@ class Lender:
         if self._slots.num_free > self._slots.total // 2:
             self._lend(account, max(1, self._slots.batch // 2))
 
-    def on_borrow(self, peer: PeerRank, message: Borrow) -> None:
-        """The writer could fill `wanted` slots beyond those it had seen."""
+    def on_borrow(self, peer: PeerRank, message: Borrow) -> str:
+        """The writer could fill `wanted` slots beyond those it had seen. Returns why it might wait for ever for one: lost
+        writers may still write all of them.
+        """
         account = self._accounts.get(peer)
         if account is None or self._slots is None:
-            return
+            return ""
         for number in message.returned:
             address = account.unfilled.pop(number, None)
             if address is not None:
@@ -187,6 +196,7 @@ class Lender:
         if message.wanted:
             self._changed[account] = None  # it asks until it gets an answer
         self._serve()
+        return self.problem if message.wanted and self.num_lost == self._slots.total else ""
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None]) -> None:
         """Unpack a slot into the session that `begin` returns; `None` frees it at once. A loan reported before, or not the

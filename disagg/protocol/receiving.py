@@ -294,6 +294,11 @@ class Receives:
             self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
             self._settle(session)
 
+    def lacks_slots(self, peer: PeerRank, problem: str, now: float) -> None:
+        """The peer asks for a slot to write, and gets none if there is a `problem`."""
+        for session in [found for found in self.sessions.values() if problem and peer in found.writers]:
+            self.abort(session, RequestAborted(problem, cause=Cause.TRANSFER), now)
+
     def peer_back(self, peer: PeerRank, now: float, *, epoch: int = 0) -> None:
         """The lost process has reconnected: resend the abort, to get its proof."""
         for session in self.sessions.values():

@@ -99,7 +99,7 @@ class Sessions:
             case Lend():
                 self.borrower.on_lend(peer, message)
             case Borrow():
-                self.lender.on_borrow(peer, message)
+                self.receives.lacks_slots(peer, self.lender.on_borrow(peer, message), now)
             case Busy():
                 self.receives.on_busy(peer, message, now)
             case _:

@@ -210,10 +210,12 @@ class Transfers:
         self._worker.unpack([Unpack(slot, session.streams[key], slot.address, filled.offset, filled.nbytes)])
 
     def _lend_ahead(self, peer: PeerRank) -> None:
-        """Lend the slots that a writer will want first, so that it need not ask."""
-        rank = self._handshake.rank(peer)
-        if rank is not None and (rank.has_small or not self._handshake.is_direct(peer, rank.epoch)):
-            self._sessions.lender.ahead(peer)
+        """Lend the slots that a writer will want first, so that it need not ask. But not before it has something to write, if
+        its end would cost them.
+        """
+        rank, lender = self._handshake.rank(peer), self._sessions.lender
+        if rank is not None and (rank.has_small if self._handshake.is_direct(peer, rank.epoch) else lender.can_replace):
+            lender.ahead(peer)
 
     def _take_loans(self, effect: TakeLoans, now: float) -> None:
         loans = self._loans_of(effect.peer)

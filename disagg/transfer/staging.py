@@ -176,6 +176,10 @@ class LentSlots:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def can_replace(self) -> bool:
+        return bool(self._unused)
+
     def take(self) -> int:
         """There must be a free slot. As `SlotPool.take`."""
         return self._free.pop()

@@ -40,6 +40,10 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self.free)
 
+    @property
+    def can_replace(self) -> bool:
+        return self._replaces
+
     def take(self) -> int:
         """A free slot, the one given back last."""
         return self.free.pop()

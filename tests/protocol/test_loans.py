@@ -44,6 +44,10 @@ class Pool:
     def spare(self) -> int:
         return len(self.unused)
 
+    @property
+    def can_replace(self) -> bool:
+        return self.spare > 0
+
     def replace(self, address: int) -> bool:
         if not self.unused:
             return False
@@ -181,6 +185,24 @@ def test_slots_go_ahead_to_a_writer_without_loans_while_most_are_free() -> None:
     lender.ahead(PeerRank("unknown", 0))
     wants(lender, SIBLING, 1)
     assert len(listed(lender)[SIBLING]) == 1
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_lender_says_when_it_can_lend_nothing_any_more(spare: int) -> None:
+    lender = make(Pool(total=2, spare=spare), PEER, SIBLING)
+    assert lender.can_replace is (spare > 0)
+    third, one, none = PeerRank("decode-0", 0), Borrow(wanted=1, seen=0), Borrow(wanted=0, seen=0)
+    lender.open(third, 7, 0)
+    for peer in (PEER, SIBLING):
+        assert lender.on_borrow(peer, one) == ""
+    lender.peer_lost(PEER, 7, 0)
+    lender.peer_lost(SIBLING, 7, 0)
+    assert lender.on_borrow(third, none) == ""
+    assert lender.on_borrow(third, one) == ("" if spare else "2 of 2 staging slots may still be written by peers that are gone")
+    assert not lender.can_replace
+    lender.peer_quiet(PEER, 7)
+    assert lender.on_borrow(third, one) == ""
+    assert not Lender(effects=deque[Effect]()).can_replace
 
 
 def test_a_request_for_slots_counts_what_the_writer_has_not_seen() -> None:

@@ -8,13 +8,14 @@ import pytest
 
 from disagg.core.errors import LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.core.leases import LeaseState
-from disagg.protocol.messages import Abort, Busy, Drained, Outcome, Reserve, Written, pack_rows
+from disagg.protocol.messages import Abort, Borrow, Busy, Drained, Outcome, Reserve, Written, pack_rows
 from disagg.protocol.receive_session import ReceiveState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Event, PeerRank, RequestKey
 from tests.protocol.receive_side import (
     ALL_OF_P0,
     ALL_OF_P1,
+    BOTH,
     FAILED,
     IDS,
     KEY,
@@ -29,6 +30,9 @@ from tests.protocol.receive_side import (
     take_events,
     take_messages,
 )
+from tests.protocol.test_loans import Pool
+
+OTHER = RequestKey(b"another request!", 0)
 
 
 def test_each_elected_writer_gets_a_reserve_of_its_components_only() -> None:
@@ -241,10 +245,27 @@ def test_the_deadline_error_of_a_request_with_pending_kernels_names_them() -> No
     assert str(event.error).endswith("while waiting for local kernels")
 
 
+def test_a_request_fails_at_once_whose_writer_asks_for_slots_that_lost_writers_hold() -> None:
+    """Nothing proves that they do not write any more. Another request, which needs no slot, goes on."""
+    sessions, other = Sessions(slots=Pool(total=1)), PeerRank("gone", 0)
+    for peer in (P0, P1, other):
+        sessions.lender.open(peer, 7, 0)
+    needs, needs_none = (receive(sessions, key=key, expected=BOTH if key == KEY else ONE) for key in (KEY, OTHER))
+    sessions.on_message(other, Borrow(wanted=1, seen=0), 1.0)
+    sessions.on_message(P1, Borrow(wanted=1, seen=0), 1.0)
+    assert take_events(sessions) == []
+    sessions.peer_lost(other, "no byte from its host", 2.0, epoch=7)
+    sessions.on_message(P1, Borrow(wanted=0, seen=0), 2.0)
+    assert take_events(sessions) == []
+    sessions.on_message(P1, Borrow(wanted=1, seen=0), 3.0)
+    (event,) = take_events(sessions)
+    assert str(event.error) == "1 of 1 staging slots may still be written by peers that are gone"
+    assert (needs.state, needs_none.state) == (ReceiveState.ABORTING, ReceiveState.OPEN)
+
+
 def test_an_error_of_one_request_ends_only_that_request() -> None:
     sessions = Sessions()
-    other = RequestKey(b"another request!", 0)
-    first, second = receive(sessions, expected=ONE), receive(sessions, key=other, expected=ONE)
+    first, second = receive(sessions, expected=ONE), receive(sessions, key=OTHER, expected=ONE)
     second.lease.on_release(fail)
     sessions.receives.abort(first, FAILED, 1.0)
     sessions.on_message(P0, Drained(**IDS), 1.0)
