@@ -216,6 +216,9 @@ def top(*, urls: tuple[str, ...], interval: float, timeout: float, once: bool) -
                 table, before = shown(urls, before, now), now
                 if once:
                     break
-                live.update(table, refresh=True)
+                if console.is_terminal:
+                    live.update(table, refresh=True)
+                else:  # rich would print the last one only
+                    console.print(table)
     console.print(table)
     sys.exit(any(sample.problem or not sample.total("healthy") for sample in now))

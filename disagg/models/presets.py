@@ -101,7 +101,7 @@ def _path(path: Path) -> Path | None:
 def _cache() -> Path:
     given = os.environ.get
     home = Path(given("HF_HOME") or Path(given("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(given("HF_HUB_CACHE") or home / "hub").expanduser()
+    return Path(os.path.expanduser(given("HF_HUB_CACHE") or home / "hub"))  # noqa: PTH111  (a user without a home has no cache)
 
 
 def _in_cache(hub_id: str) -> Path | None:

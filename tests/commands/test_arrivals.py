@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from disagg.commands.bench.command import bench
+from disagg.commands.bench.command import bench, cases_of
 from disagg.commands.bench.compare import compare, read_rows
 from disagg.commands.bench.report import Sample
 from disagg.commands.cases.arrivals import BURST, Arrivals, Kind, generated, read_trace
@@ -176,6 +176,8 @@ def test_a_request_waits_in_the_queue_until_the_one_before_it_has_ended(monkeypa
         (("--trace", str(SAMPLE), "--tokens", "8"), "trace: expected neither --arrivals nor --tokens"),
         (("--trace", str(SAMPLE), "--rate", "0.1"), "timeout: expected at least"),
         (("--trace", str(SAMPLE), "--prefix-hit", "200"), "prefix-hit: expected less than"),
+        (("--tokens", "8", "--arrivals", "poisson", "--rate", "5", "--seed", "-1"), "Invalid value for '--seed'"),
+        (("--tokens", "1," * 200), "is not a valid integer"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(arguments: tuple[str, ...], text: str) -> None:
@@ -198,3 +200,10 @@ def test_a_pool_has_room_for_requests_of_different_lengths() -> None:
         (5, 1, 0.2),
     ]
     assert len({row for item in items for row in item.rows[state.name]}) == 7
+
+
+def test_each_case_of_a_trace_has_the_most_tokens_of_its_own_requests() -> None:
+    settings = {"backend": ("local",), "model": ("tiny",), "concurrency": (1,), "run_pages": (1,), "requests": (1, 2)}
+    arrivals = [Arrivals("trace", (0.0,), (5,)), Arrivals("trace", (0.0, 0.1), (5, 9))]
+    cases = cases_of([(Side(), Side())], [], {**settings, "tokens": (9,)}, arrivals=arrivals)
+    assert [(case.requests, case.tokens) for case in cases] == [(1, 5), (2, 9)]

@@ -74,3 +74,9 @@ def test_latency_mode_prints_the_spread_and_measures_for_the_duration(bench: Ben
         float(line["latency_ms.max"]) == row["latency_ms"]["max"] >= row["latency_ms"]["p99.9"] >= row["latency_ms"]["min"] > 0
     )
     assert bench("--backend", "local", *SHORT, "--latency", "--concurrency", "2").status == 2
+
+
+def test_latency_mode_refuses_groups_that_would_send_at_once(bench: Bench) -> None:
+    ended = bench("--backend", "local", *SHORT, "--prefill", "dp=2,page=16", "--decode", "page=16", "--latency")
+    assert ended.status == 2
+    assert "latency: expected --prefill with dp=1" in ended.err

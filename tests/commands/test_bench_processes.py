@@ -10,18 +10,26 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import zmq
 
-from disagg.commands.bench import processes
+from disagg.commands.bench import driver, processes
+from disagg.commands.bench.fleet import Remote
 from disagg.commands.bench.main import main
 from disagg.commands.bench.processes import RankDied, RankProcess, RankThread
-from disagg.commands.rank.rank import RankConfig
-from disagg.commands.rank.serve import Stop
+from disagg.commands.cases.instructions import Describe
+from disagg.commands.rank.rank import RankConfig, boot_id
+from disagg.commands.rank.raw import Sink, pour
+from disagg.commands.rank.serve import Stop, _driver_socket
 from disagg.models import load_model
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import BYTES_PER_TOKEN, ENGINES, Bench, said
+from tests.commands.test_report import description
 from tests.support.grid import CONTEXT_SIDES, ENGINE_PRESETS, ENGINE_SIDES
 
 TOKENS = 70
@@ -229,3 +237,42 @@ def test_a_port_in_use_is_named() -> None:
             assert ended.returncode == 2
             assert f"cannot bind '{address}'" in ended.stderr
             assert len(ended.stderr.splitlines()) == 1
+
+
+def test_ranks_and_sockets_at_ipv6_addresses_are_reached() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    listening = _driver_socket("tcp://[::1]:0")
+    remote = Remote(listening.getsockopt_string(zmq.LAST_ENDPOINT), None)
+    try:
+        remote.send(Describe())
+        assert listening.poll(10_000)
+    finally:
+        remote.socket.close()
+        listening.close()
+    arena = np.zeros(8, np.uint8)
+    sink = Sink("::1", [(100, 8)], base=100, arena=arena, timeout_s=10.0)
+    pour(("::1", sink.port), 0, memoryview(bytes(range(8))), 10.0)
+    assert arena.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(("namespaces", "boots", "is_measured"), [("aa", 1, True), ("ab", 1, False), ("aa", 2, False)])
+def test_the_systems_copy_is_measured_between_processes_that_know_each_other_by_their_ids(
+    namespaces: str, boots: int, is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere an id is another process's, into which it would write."""
+    abouts = [
+        msgspec.structs.replace(description("prefill"), transport="shm", boot_id=boot_id(), pid_namespace=each)
+        for each in namespaces
+    ]
+    abouts[1] = msgspec.structs.replace(abouts[1], boot_id=boot_id() if boots == 1 else "other")
+    remotes: list[Any] = [SimpleNamespace(about=about) for about in abouts]
+    prepared: Any = SimpleNamespace(
+        case=SimpleNamespace(device="cpu", timeout_s=1.0),
+        ranks=SimpleNamespace(sources=remotes[:1], destinations=remotes[1:], all=remotes),
+        blocks={remotes[0]: []},
+    )
+    monkeypatch.setattr(driver, "_moved", lambda *_: 3.0)
+    assert driver._raw(prepared) == (3.0 if is_measured else None)

@@ -43,6 +43,18 @@ def test_lines_written_at_once_are_received_one_by_one() -> None:
             child.receive(timeout_s=30.0)
 
 
+def test_a_child_that_writes_more_than_a_pipe_holds_goes_on_while_it_is_read() -> None:
+    """Engines log to the standard output of their process."""
+    with python("import sys\nprint('up\\n' + 'x' * (1 << 20), flush=True)\nsys.stdin.readline()\nprint('on')") as child:
+        assert child.receive(timeout_s=30.0) == "up"
+        found = b""
+        while len(found) <= 1 << 20:
+            found += child.read()
+        assert found == b"x" * (1 << 20) + b"\n"
+        child.send("")
+        assert child.receive(timeout_s=30.0) == "on"
+
+
 def test_no_line_is_a_timeout_and_the_child_runs_on() -> None:
     with python(ECHO) as child:
         with pytest.raises(TimeoutError, match=r"no line within 0\.05 s"):

@@ -40,12 +40,21 @@ def changed(**fields: Any) -> Row:
         (changed(tokens=65), ["the case is missing"]),
         (changed(run_pages=2), ["the case is missing"]),
         (changed(core_s_per_gb=2.0), []),
+        (changed(ratio=None, added_ms={"p50": 200.0, "p99": 300.0}), []),
     ],
 )
 def test_regressions_are_named(after: Row, expected: list[str]) -> None:
     found = compare([ROW], [after], tolerance=0.1)
     assert list(found[0].regressions) == expected
     assert not any(each.regressions for each in found[1:])  # a new case is no regression
+
+
+@pytest.mark.parametrize(("p50", "expected"), [(10.9, []), (11.1, ["p50 of 11.10 ms added instead of 10.00"])])
+def test_at_a_given_rate_the_added_time_is_compared(p50: float, expected: list[str]) -> None:
+    """The rate sets the bytes a second."""
+    before, after = (changed(ratio=None, gbps=1.0, added_ms={"p50": each, "p99": each}) for each in (10.0, p50))
+    (found,) = compare([before], [after], tolerance=0.1)
+    assert list(found.regressions) == expected
 
 
 def test_wrong_bytes_are_a_regression_whatever_was_there_before() -> None:

@@ -43,6 +43,7 @@ def description(name: str) -> Description:
         pid=1,
         process="",
         boot_id="",
+        pid_namespace="",
         now=0.0,
         versions={"nixl": "1"},
     )

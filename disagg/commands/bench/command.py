@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
 import time
 import typing
@@ -120,7 +121,7 @@ class Several(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
-        parts = [str(value)] if Path(str(value)).exists() else str(value).split(",")
+        parts = [str(value)] if os.path.exists(str(value)) else str(value).split(",")  # noqa: PTH110  (pathlib raises for long names)
         return tuple(self._kind.convert(part, param, ctx) for part in parts)
 
 
@@ -163,6 +164,7 @@ def cases_of(
                 ours, theirs = (side if page is None else replace(side, page=page) for side in (prefill, decode))
                 swept = dict(zip(SWEPT, chosen, strict=True))
                 at = paced_by.get(swept["requests"], TOGETHER)
+                swept["tokens"] = max(at.tokens, default=swept["tokens"])
                 cases.append(Case(prefill=ours, decode=theirs, arrivals=at, **swept, **rest, **same))
     return cases
 
@@ -186,11 +188,13 @@ def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connec
             raise ConfigError(f"{name}: running ranks keep what they were started with; omit it with --connect")
 
 
-def check_latency(settings: Mapping[str, Any]) -> None:
+def check_latency(settings: Mapping[str, Any], prefills: Sequence[Side]) -> None:
     if max(settings["concurrency"]) > 1:
         raise ConfigError(
             f"latency: expected --concurrency 1, found {max(settings['concurrency'])}: requests would wait for others"
         )
+    if wrong := next((side for side in prefills if side.dp > 1), None):
+        raise ConfigError(f"latency: expected --prefill with dp=1, found {wrong}: its groups would send at the same time")
 
 
 def check_connected(cases: Sequence[Case]) -> None:
@@ -287,7 +291,7 @@ def exit_status(rows: Sequence[Row]) -> int:
     help="Print the spread of the requests' latencies instead of rates: one request at a time, without --ceiling.",
 )
 @click.option("--ceiling/--no-ceiling", default=True, help="Also measure engine, system and memory alone, between runs.")
-@click.option("--seed", type=int, default=0, help="Seed of the random page ids.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random page ids.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -363,11 +367,12 @@ def bench(
         has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
         arrivals, settings = paced(settings, has_requests=has_requests)
         check_options(settings, prefill=prefill, connect=connect)
+        sides = parse_sides(prefill, decode)
         if latency:
-            check_latency(settings)
+            check_latency(settings, [ours for ours, _ in sides])
             settings["ceiling"] = False
         same = {"num_layers": layers, "fault": Fault(fault) if fault else None}
-        cases = cases_of(parse_sides(prefill, decode), pages, settings, arrivals=arrivals, **same)
+        cases = cases_of(sides, pages, settings, arrivals=arrivals, **same)
         if connect:
             check_connected(cases)
         measure(cases, results, connect=connect, latency=latency)

@@ -96,7 +96,10 @@ def _regressions(before: Row | None, after: Row | None, tolerance: float) -> Ite
         return
     if after.ending and not before.ending:
         yield f"ended badly: {after.ending}"
-    if before.ratio is not None and after.ratio is not None:
+    if before.added_ms is not None and after.added_ms is not None:  # at a given rate, which sets GB/s
+        if after.added_ms["p50"] > before.added_ms["p50"] * (1 + tolerance):
+            yield f"p50 of {after.added_ms['p50']:.2f} ms added instead of {before.added_ms['p50']:.2f}"
+    elif before.ratio is not None and after.ratio is not None:
         if after.ratio < before.ratio * (1 - tolerance):
             yield f"{after.ratio:.0%} of the ceiling instead of {before.ratio:.0%}"
     elif after.gbps < before.gbps * (1 - tolerance):

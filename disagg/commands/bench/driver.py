@@ -131,6 +131,7 @@ def _prepare(case: Case, ranks: Ranks, progress: Progress) -> Prepared:
         ranks.run(remotes, Peer(peer.name, peer.address))
     for remotes, peer in sides:
         ranks.run(remotes, WaitReady(peer.name, case.timeout_s))
+    ranks.describe()  # only now they know by which transport they reach each other
     sent = _deal(case, spec, ranks.sources, case.prefill, case.decode, prefix=0)
     received = _deal(case, spec, ranks.destinations, case.decode, case.prefill, prefix=case.prefix_hit)
     plans = planned(spec, sources, destinations, sent=list(sent.values()), received=list(received.values()))
@@ -249,13 +250,14 @@ def _alone(prepared: Prepared) -> Alone:
 
 
 def _raw(prepared: Prepared) -> float | None:
-    """`None` if the mechanism is unknown, for GPU memory, or if the ranks are on several machines."""
+    """`None` if the mechanism is unknown, for GPU memory, or if the ranks do not know each other by the same process ids."""
     mechanism = mechanism_of(prepared.ranks.sources[0].about) if prepared.case.device == "cpu" else None
     if mechanism is None:
         return None
     if mechanism is Raw.SOCKET:
         return _over_sockets(prepared)
-    if any(remote.about.boot_id != boot_id() for remote in prepared.ranks.all):
+    abouts = [remote.about for remote in prepared.ranks.all]
+    if any(about.boot_id != boot_id() or about.pid_namespace != abouts[0].pid_namespace for about in abouts):
         return None
     destinations = prepared.ranks.destinations
     return _moved(

@@ -37,11 +37,12 @@ class Remote:
     """`offset_s`: how far the rank's clock is ahead of the driver's."""
 
     def __init__(self, address: str, started: StartedRank | None) -> None:
-        parse_address(address, what="connect")
+        host, _ = parse_address(address, what="connect")
         self.address = address
         self.started = started
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.IPV6, int(":" in host))
         self.socket.connect(address)
         self.about: Description
         self.offset_s = 0.0

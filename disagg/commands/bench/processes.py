@@ -80,6 +80,9 @@ class RankProcess:
                 raise RankDied(f"rank {self.name} ended with {error}{self._tail()}") from error
 
     def check(self) -> None:
+        if not self._errors.closed:
+            self._errors.write(self._process.read())  # of the engine, which logs there
+            self._errors.flush()
         if (ending := self._process.ending) is not None:
             raise RankDied(f"rank {self.name} ended with {ending}{self._tail()}")
 

@@ -215,6 +215,7 @@ class Description(Reply, frozen=True):
     pid: int
     process: str
     boot_id: str
+    pid_namespace: str
     now: float
     versions: dict[str, str]
     thresholds: dict[str, list[int]] = {}

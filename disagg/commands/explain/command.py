@@ -70,7 +70,7 @@ def only_one(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> s
     default="random",
     help="The request's pages: random ones as in disagg-bench, or consecutive ones.",
 )
-@click.option("--seed", type=int, default=0, help="Seed of the random page ids.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random page ids.")
 @click.option("--link", metavar="RATE", help="NICs of each rank, such as 400gbit or 8x400gbit: show what each carries.")
 @click.option(
     "--json",

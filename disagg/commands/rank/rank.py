@@ -120,6 +120,7 @@ class ResidentRank:
             pid=os.getpid(),
             process=PROCESS,
             boot_id=boot_id(),
+            pid_namespace=pid_namespace(),
             now=time.monotonic(),
             versions=versions(self.manager.backend.name),
             thresholds={"declared" if self.config.pack_below is None else "set": [self.manager.health().pack_below]},
@@ -134,6 +135,14 @@ def boot_id() -> str:
     """Ranks with the same id share a monotonic clock."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else platform.node()
+
+
+def pid_namespace() -> str:
+    """Process ids of ranks with the same one name the same processes."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def versions(backend: str) -> dict[str, str]:

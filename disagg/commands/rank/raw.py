@@ -55,7 +55,7 @@ class Sink:
         for address, nbytes in blocks:
             if not base <= address <= base + arena.nbytes - nbytes:
                 raise ConfigError(f"block [{address:#x}, +{nbytes}): outside the arena of {arena.nbytes} bytes")
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.settimeout(timeout_s)
         self.port = int(self._listener.getsockname()[1])
         places = [arena[address - base : address - base + nbytes].data for address, nbytes in blocks]

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import singledispatchmethod
 
 import msgspec
@@ -175,7 +175,8 @@ class PeerWatch:
     def check(self) -> None:
         for name, peer in self._resident.manager.health().peers.items():
             if peer.ready != self._ready.get(name, False):
-                self._report(f"{self._resident}: peer {name} is " + ("ready" if peer.ready else f"gone: {peer.problem}"))
+                with suppress(OSError):  # nobody reads the output any more, or a disk is full: the rank goes on
+                    self._report(f"{self._resident}: peer {name} is " + ("ready" if peer.ready else f"gone: {peer.problem}"))
             self._ready[name] = peer.ready
 
 
