@@ -272,7 +272,7 @@ def test_the_systems_copy_is_measured_between_processes_that_know_each_other_by_
     prepared: Any = SimpleNamespace(
         case=SimpleNamespace(device="cpu", timeout_s=1.0),
         ranks=SimpleNamespace(sources=remotes[:1], destinations=remotes[1:], all=remotes),
-        blocks={remotes[0]: []},
+        blocks={},
     )
     monkeypatch.setattr(driver, "_moved", lambda *_: 3.0)
     assert driver._raw(prepared) == (3.0 if is_measured else None)
