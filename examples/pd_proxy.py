@@ -150,6 +150,7 @@ ANSWER_S = 1.0
 WITHOUT_KEY = (web.HTTPUnauthorized.status_code, web.HTTPForbidden.status_code)
 DECLINED = "decode does not want the request"
 """In the error of SGLang's prefill: decode has all of it cached, or computes it."""
+BY_ROOM = "follow_bootstrap_room"
 FIRST_RANK = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 Body = Mapping[str, Any]
 
@@ -209,10 +210,14 @@ ROUTES = {
 
 @dataclass(frozen=True)
 class Server:
-    """A server at `url`. `bootstrap_port` is that of SGLang's bootstrap server, `None` for vLLM."""
+    """A server at `url`. `bootstrap_port` is that of SGLang's bootstrap server, `None` for vLLM. SGLang's `num_replicas` take
+    turns by room, unless `replicas_problem` says otherwise.
+    """
 
     url: str
     bootstrap_port: int | None
+    num_replicas: int = 1
+    replicas_problem: str = ""
 
     @property
     def is_sglang(self) -> bool:
@@ -272,7 +277,7 @@ class Client:
         if url not in self._known:
             async with self.open("GET", f"{url}/server_info", headers=headers, timeout=ASK_TIMEOUT) as answer:
                 found = {} if answer.status == web.HTTPNotFound.status_code else await read_json(answer)
-            self._known[url] = Server(url, found.get("disaggregation_bootstrap_port") if isinstance(found, dict) else None)
+            self._known[url] = server_of(url, found if isinstance(found, dict) else {})
         return self._known[url]
 
     async def ask(self, server: Server, path: str, body: Body, headers: Mapping[str, str]) -> Any:
@@ -337,10 +342,12 @@ class Client:
         asked = {"tokens": tokens} if model is None else {"tokens": tokens, "model": model}
         return str((await self.ask(server, "/detokenize", asked, headers))["prompt"])
 
-    async def place(self, prefill: Server, decode: Server, headers: Mapping[str, str]) -> Place:
-        """Where decode finds what a server prefills next. vLLM answers that to a prompt of one token, and is asked once."""
+    async def place(self, prefill: Server, decode: Server, headers: Mapping[str, str], room: int) -> Place:
+        """Where decode finds what a server prefills next, in this room. vLLM answers that to a prompt of one token, and is
+        asked once.
+        """
         if prefill.is_sglang:
-            return Place({} if decode.is_sglang else await self._first_rank(prefill), {})
+            return Place({} if decode.is_sglang else await self._first_rank(prefill, room % prefill.num_replicas), {})
         if prefill.url not in self._places:
             first, count = await self._replica(prefill, headers, {})
             ranks = [{DP_RANK: str(rank)} for rank in range(count)] if count > 1 else []
@@ -375,10 +382,12 @@ class Client:
         params = {name: value for name, value in found.items() if name not in ("remote_replicas", "do_remote_decode")}
         return Place(params, rank), found.get("remote_replicas", 1)
 
-    async def _first_rank(self, prefill: Server) -> dict[str, Any]:
-        """Where vLLM finds an SGLang server's state: the control address of its first rank, which is also its name."""
+    async def _first_rank(self, prefill: Server, replica: int) -> dict[str, Any]:
+        """Where vLLM finds the state of an SGLang server's replica: the control address of its first rank, which is also its
+        name.
+        """
         where = URL(prefill.url).with_port(prefill.bootstrap_port).with_path("/route")
-        async with self.open("GET", str(where), params=FIRST_RANK) as answer:
+        async with self.open("GET", str(where), params={**FIRST_RANK, "prefill_dp_rank": replica}) as answer:
             if not answer.ok:
                 raise Failed(f"{answer.url}: {answer.status} {(await answer.text())[:300]}")
             rank = await read_json(answer)
@@ -396,6 +405,16 @@ class Client:
             raise
         except TimeoutError as error:
             raise Failed(f"{url} does not answer") from error
+
+
+def server_of(url: str, info: Body) -> Server:
+    """`info` is SGLang's `/server_info`."""
+    num_replicas, problem = info.get("dp_size") or 1, ""
+    if num_replicas > 1 and info.get("enable_dp_attention"):
+        problem = "SGLang's prefill with attention data parallelism"
+    elif num_replicas > 1 and info.get("load_balance_method") not in (None, BY_ROOM):
+        problem = f"SGLang's prefill with several replicas and without --load-balance-method {BY_ROOM}"
+    return Server(url, info.get("disaggregation_bootstrap_port"), num_replicas, problem)
 
 
 class Conversations:
@@ -641,6 +660,8 @@ def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> st
     """Why these servers cannot hand over a request; empty if they can."""
     if (prefill.engine, decode.engine) not in ROUTES[path].pairs:
         return f"{path}: {prefill.engine} hands over nothing to {decode.engine} there"
+    if prefill.replicas_problem and not decode.is_sglang:
+        return f"{prefill.replicas_problem}: vLLM's decode does not know which of them has a request"
     if has_several_prompts(body) and not (prefill.is_sglang and decode.is_sglang):
         return "prompt: expected one, found a list: vLLM hands over one prompt of a request"
     if prefill.is_sglang != decode.is_sglang and has_items(body):
@@ -1510,7 +1531,8 @@ class Proxy:
                 if reason := reason_against(prefill, decode, request.path, body):
                     failure = Refused.because(reason)
                     continue
-                place = await self._client.place(prefill, decode, headers)
+                room = 1 + secrets.randbelow(1 << 62)
+                place = await self._client.place(prefill, decode, headers, room)
             except (ClientError, Failed) as error:
                 logger.warning("prefill server %s: %s", url, error)
                 failure = error
@@ -1520,7 +1542,7 @@ class Proxy:
                     raise
                 failure = refused
                 continue
-            attempt = Attempt(prefill, decode, place, request.path, body, headers, 1 + secrets.randbelow(1 << 62), kept, own)
+            attempt = Attempt(prefill, decode, place, request.path, body, headers, room, kept, own)
             try:
                 return await self._ask_both(request, attempt, given)
             except NotPrefilled as error:

@@ -128,7 +128,7 @@ class Forgotten(NamedTuple):
 
 
 class Unanswered(NamedTuple):
-    """Effect: a configured peer has not answered several hellos."""
+    """Effect: a configured peer, or another rank of this instance, has not answered several hellos."""
 
     instance: str
     address: str

@@ -151,7 +151,9 @@ class Dispatch:
                     self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason, after_s=after_s)
                 self.channel.reply(connection, encode(message))
             case Unanswered(instance, address):
-                logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
+                me = self._handshake.me
+                what = "another rank of this instance" if instance == me.instance else f"peer {instance!r}"
+                logger.warning("%s: %s does not answer at %s", me, what, address)
             case Refused(instance, address, problem):
                 me = self._handshake.me
                 if instance == me.instance:

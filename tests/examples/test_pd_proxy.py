@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, ClientSession, ClientTimeout, web
+from yarl import URL
 
 from examples import pd_proxy
 from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end, main
@@ -550,6 +551,42 @@ def test_sglang_prefill_refuses_while_vllm_decode_waits(status: int) -> None:
 
     prefill = sglang(refuse)
     run(scenario, prefill, StandIn(waits))
+
+
+def test_decode_asks_the_replica_of_sglangs_prefill_that_gets_the_request() -> None:
+    """SGLang sends a room to the replica of its number, modulo how many there are."""
+
+    async def answers(_: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.path.startswith("/route"):
+            replica = int(URL(asked.path).query["prefill_dp_rank"])
+            return web.json_response({"rank_ip": "127.0.0.1", "rank_port": 7000 + replica})
+        return web.json_response({"choices": []})
+
+    async def scenario(pair: Pair) -> None:
+        port = int(prefill.url.rpartition(":")[2])
+        prefill.info = web.json_response({"disaggregation_bootstrap_port": port, "dp_size": 3})
+        for _ in range(8):
+            assert (await pair.post(COMPLETION))[0] == 200
+        for body in pair.decode.bodies():
+            params = body["kv_transfer_params"]
+            room = int(params["remote_request_id"], 16)
+            assert params["remote_address"] == f"tcp://127.0.0.1:{7000 + room % 3}"
+            assert room in [each["bootstrap_room"] for each in prefill.bodies()]
+
+    prefill = sglang(answers)
+    run(scenario, prefill, StandIn(decodes))
+
+
+@pytest.mark.parametrize("given", [{"enable_dp_attention": True}, {"load_balance_method": "round_robin"}])
+def test_vllms_decode_answers_alone_where_no_one_knows_sglangs_replica(given: Mapping[str, Any]) -> None:
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == 200
+        assert pair.decode.bodies() == [COMPLETION]
+        assert prefill.asked == []
+
+    info = web.json_response({"disaggregation_bootstrap_port": 8998, "dp_size": 2, **given})
+    prefill = StandIn(hangs, info=info)
+    run(scenario, prefill, StandIn(decodes))
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])

@@ -24,6 +24,7 @@ from disagg.protocol.peer_effects import (
     Refused,
     SendHello,
     SendTo,
+    Unanswered,
 )
 from disagg.protocol.types import PeerRank
 from harness.simulator.connections import welcome
@@ -312,6 +313,7 @@ def test_a_rank_keeps_sending_hellos_to_its_leader() -> None:
         assert take_effects(table) == [SendHello(0, 0, 3)]
     table.tick(25.0)
     assert take_effects(table) == [
+        Unanswered("prefill-0", "tcp://127.0.0.1:7000"),
         Disconnect(0),
         Connect(1, "tcp://127.0.0.1:7000", "key"),
         SendHello(1, 0, 3),

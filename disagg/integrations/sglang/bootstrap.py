@@ -290,8 +290,8 @@ def named(server: str) -> Prefill | None:
 
 
 def control_address(host: str, port: int | str) -> str:
-    """SGLang writes IPv6 addresses with and without brackets."""
-    return f"tcp://{bracketed(host.strip('[]'))}:{port}"
+    """SGLang writes IPv6 addresses with and without brackets, and with capital letters if it was given these."""
+    return f"tcp://{bracketed(host.strip('[]').lower())}:{port}"
 
 
 def name_of(address: str) -> str:

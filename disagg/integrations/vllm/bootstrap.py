@@ -69,7 +69,8 @@ class Bootstrap:
             served = cls(host, options.bootstrap_port, max_replicas=parallel.elastic_ep_max_dp_size)
             served.add(rank, name)
             return served
-        first = host if is_loopback(host) or parallel.local_engines_only else parallel.data_parallel_master_ip
+        here = is_loopback(host) or parallel.local_engines_only or is_loopback(parallel.data_parallel_master_ip)
+        first = host if here else parallel.data_parallel_master_ip
         url = f"http://{bracketed('127.0.0.1' if is_wildcard(first) else first)}:{options.bootstrap_port}"
         threading.Thread(target=_register, args=(url, rank, name), name="disagg-bootstrap", daemon=True).start()
         return None

@@ -80,6 +80,26 @@ def test_a_name_of_another_connector_is_refused(name: str) -> None:
         Place.parse(name)
 
 
+def test_a_replica_of_this_host_asks_where_the_first_one_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM names the loopback address as that of a server whose replicas are all here. Another address stands for one that
+    other hosts reach.
+    """
+    monkeypatch.setattr(bootstrap, "is_loopback", lambda host: host == "127.0.0.1")
+    (port,) = free_ports(1)
+    given = {"bootstrap_port": port, "listen": "tcp://127.0.0.2:0", "insecure": True, "trusted_network": True}
+    options = Options.read(given, engine_id="prefill")
+    first = Bootstrap.start(replica(0), options, "zero")
+    assert first is not None
+    try:
+        assert Bootstrap.start(replica(1), options, "one") is None
+        until = time.monotonic() + 30
+        while first._replicas.keys() != {0, 1}:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        first.close()
+
+
 def test_replicas_are_known_by_rank() -> None:
     """Whichever starts first. A replica that has been replaced has another name."""
     (port,) = free_ports(1)
