@@ -75,8 +75,7 @@ class Links:
         """Open a connection anew: libzmq does not retry one that was refused, for instance because its key was not known."""
         problem = link.problem or NO_ANSWER
         if problem == NO_ANSWER:
-            if link.instance != self._own:
-                problem = f"{NO_ANSWER}, {link.unanswered} hellos sent"
+            problem = f"{NO_ANSWER}, {link.unanswered} hellos sent"
             self._effects.append(Unanswered(link.instance, link.address))
         self._forget(link)
         link.redial(next(self._dials), problem)
