@@ -410,7 +410,7 @@ class Client:
 def server_of(url: str, info: Body) -> Server:
     """`info` is SGLang's `/server_info`."""
     num_replicas, problem = info.get("dp_size") or 1, ""
-    if num_replicas > 1 and info.get("enable_dp_attention"):
+    if info.get("enable_dp_attention") or (info.get("attn_dp_size") or 1) > 1:
         problem = "SGLang's prefill with attention data parallelism"
     elif num_replicas > 1 and info.get("load_balance_method") not in (None, BY_ROOM):
         problem = f"SGLang's prefill with several replicas and without --load-balance-method {BY_ROOM}"
@@ -574,10 +574,10 @@ def hand_over(attempt: Attempt) -> HandOver:
             prompt["tool_choice"] = "auto"  # vLLM shows the model all tools, whichever it may call
         return HandOver({**prompt, **where, **route.fields, route.limit: 1}, for_vllm(body, to_vllm, attempt.own))
     asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
-    if attempt.path == MESSAGES and body.get("tool_choice"):
-        asked["tool_choice"] = {
-            "type": "none"
-        }  # vLLM shows the model all tools, and refuses its own answer if a call is cut off
+    choice = body.get("tool_choice")
+    if attempt.path == MESSAGES and isinstance(choice, dict) and choice.get("type") in ("any", "tool"):
+        # VLLM shows the model all tools anyway, and refuses its own answer if a call is cut off.
+        asked["tool_choice"] = {"type": "none"}
     if decode.is_sglang:
         asked = as_for_sglang(asked) | for_first_token(attempt.path, body)
     asked["kv_transfer_params"] = {

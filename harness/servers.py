@@ -160,6 +160,12 @@ class Server:
                 raise RuntimeError(f"{self.url} does not answer: {self.log()}")
             time.sleep(0.3)
 
+    def wait_ended(self, *, timeout_s: float) -> int | None:
+        """Its exit status; `None` if it still runs after this time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
     def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, stream: bool = True, **options: Any) -> Reply:
         """The greedy answer to a prompt of token ids. Raises `urllib.error.HTTPError` for an error."""
         reply, begun_s = Reply([], [], 0.0), time.monotonic()

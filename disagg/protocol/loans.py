@@ -129,6 +129,7 @@ class Lender:
         self._waiting: deque[Account] = deque()
         self._changed: dict[Account, None] = {}
         self._lost: dict[tuple[PeerRank, int], dict[int, _Lost]] = {}  # by epoch, then by loan
+        self._none_since = NEVER  # since when somebody asks and all are lost
 
     @property
     def num_lent(self) -> int:
@@ -174,9 +175,9 @@ class Lender:
         if self._slots.num_free > self._slots.total // 2:
             self._lend(account, max(1, self._slots.batch // 2))
 
-    def on_borrow(self, peer: PeerRank, message: Borrow) -> str:
+    def on_borrow(self, peer: PeerRank, message: Borrow, now: float) -> str:
         """The writer could fill `wanted` slots beyond those it had seen. Returns why it might wait for ever for one: lost
-        writers may still write all of them.
+        writers may still write all of them, and have had the time to come back or to be proved quiet.
         """
         account = self._accounts.get(peer)
         if account is None or self._slots is None:
@@ -196,7 +197,8 @@ class Lender:
         if message.wanted:
             self._changed[account] = None  # it asks until it gets an answer
         self._serve()
-        return self.problem if message.wanted and self.num_lost == self._slots.total else ""
+        self._none_since = min(self._none_since, now) if self.num_lost == self._slots.total else NEVER
+        return self.problem if message.wanted and now >= self._none_since + self._limits.drain_timeout_s else ""
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None]) -> None:
         """Unpack a slot into the session that `begin` returns; `None` frees it at once. A loan reported before, or not the

@@ -295,9 +295,11 @@ class Receives:
             self._settle(session)
 
     def lacks_slots(self, peer: PeerRank, problem: str, now: float) -> None:
-        """The peer asks for a slot to write, and gets none if there is a `problem`."""
-        for session in [found for found in self.sessions.values() if problem and peer in found.writers]:
-            self.abort(session, RequestAborted(problem, cause=Cause.TRANSFER), now)
+        """The peer asks for a slot to write, and gets none if there is a `problem`. It does not say for which request."""
+        for session in list(self.sessions.values()) if problem else ():
+            writer = session.writers.get(peer)
+            if writer is not None and writer.reserve is not None and writer.state is WriterState.RESERVED:
+                self.abort(session, RequestAborted(problem, cause=Cause.TRANSFER), now)
 
     def peer_back(self, peer: PeerRank, now: float, *, epoch: int = 0) -> None:
         """The lost process has reconnected: resend the abort, to get its proof."""

@@ -99,7 +99,7 @@ class Sessions:
             case Lend():
                 self.borrower.on_lend(peer, message)
             case Borrow():
-                self.receives.lacks_slots(peer, self.lender.on_borrow(peer, message), now)
+                self.receives.lacks_slots(peer, self.lender.on_borrow(peer, message, now), now)
             case Busy():
                 self.receives.on_busy(peer, message, now)
             case _:

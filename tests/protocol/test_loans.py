@@ -82,7 +82,7 @@ def listed(lender: Lender) -> dict[PeerRank, tuple[tuple[int, int], ...]]:
 
 
 def wants(lender: Lender, peer: PeerRank, wanted: int, *, seen: int = 0, returned: Iterable[int] = ()) -> None:
-    lender.on_borrow(peer, Borrow(wanted=wanted, seen=seen, returned=tuple(returned)))
+    lender.on_borrow(peer, Borrow(wanted=wanted, seen=seen, returned=tuple(returned)), 0.0)
 
 
 def session() -> ReceiveSession:
@@ -191,17 +191,24 @@ def test_slots_go_ahead_to_a_writer_without_loans_while_most_are_free() -> None:
 def test_a_lender_says_when_it_can_lend_nothing_any_more(spare: int) -> None:
     lender = make(Pool(total=2, spare=spare), PEER, SIBLING)
     assert lender.can_replace is (spare > 0)
-    third, one, none = PeerRank("decode-0", 0), Borrow(wanted=1, seen=0), Borrow(wanted=0, seen=0)
+    third, one, none, later = (
+        PeerRank("decode-0", 0),
+        Borrow(wanted=1, seen=0),
+        Borrow(wanted=0, seen=0),
+        Limits().drain_timeout_s,
+    )
     lender.open(third, 7, 0)
     for peer in (PEER, SIBLING):
-        assert lender.on_borrow(peer, one) == ""
+        assert lender.on_borrow(peer, one, 0.0) == ""
     lender.peer_lost(PEER, 7, 0)
     lender.peer_lost(SIBLING, 7, 0)
-    assert lender.on_borrow(third, none) == ""
-    assert lender.on_borrow(third, one) == ("" if spare else "2 of 2 staging slots may still be written by peers that are gone")
+    assert lender.on_borrow(third, one, 1.0) == "", "they may come back"
+    assert lender.on_borrow(third, none, 1.0 + later) == ""
+    problem = "" if spare else "2 of 2 staging slots may still be written by peers that are gone"
+    assert lender.on_borrow(third, one, 1.0 + later) == problem
     assert not lender.can_replace
     lender.peer_quiet(PEER, 7)
-    assert lender.on_borrow(third, one) == ""
+    assert lender.on_borrow(third, one, 2.0 + later) == ""
     assert not Lender(effects=deque[Effect]()).can_replace
 
 
@@ -237,7 +244,7 @@ def test_loans_go_on_after_more_than_32_bits_can_number() -> None:
     assert first is not None
     seen = first.first
     for _ in range(6):
-        lender.on_borrow(PEER, cast("Borrow", decode(encode(Borrow(wanted=1, seen=seen)))))
+        lender.on_borrow(PEER, cast("Borrow", decode(encode(Borrow(wanted=1, seen=seen)))), 0.0)
         ((_, message),) = told(lender)
         lend = decode(encode(cast("Lend", message)))
         assert isinstance(lend, Lend)

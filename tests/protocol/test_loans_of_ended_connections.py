@@ -94,7 +94,7 @@ class Pair:
 
     def _read(self, message: Message) -> None:
         if isinstance(message, Borrow):
-            self.lender.on_borrow(WRITER, message)
+            self.lender.on_borrow(WRITER, message, 0.0)
             return
         assert isinstance(message, SlotsFilled)
         for each in message.slots:

@@ -11,11 +11,10 @@ from disagg.core.leases import LeaseState
 from disagg.protocol.messages import Abort, Borrow, Busy, Drained, Outcome, Reserve, Written, pack_rows
 from disagg.protocol.receive_session import ReceiveState
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import Event, PeerRank, RequestKey
+from disagg.protocol.types import Event, Limits, PeerRank, RequestKey
 from tests.protocol.receive_side import (
     ALL_OF_P0,
     ALL_OF_P1,
-    BOTH,
     FAILED,
     IDS,
     KEY,
@@ -246,11 +245,15 @@ def test_the_deadline_error_of_a_request_with_pending_kernels_names_them() -> No
 
 
 def test_a_request_fails_at_once_whose_writer_asks_for_slots_that_lost_writers_hold() -> None:
-    """Nothing proves that they do not write any more. Another request, which needs no slot, goes on."""
-    sessions, other = Sessions(slots=Pool(total=1)), PeerRank("gone", 0)
+    """Nothing proves that they do not write any more, nor have they come back. Requests go on to which this writer owes
+    nothing, or which do not wait for it yet.
+    """
+    sessions, other, later = Sessions(slots=Pool(total=1)), PeerRank("gone", 0), 3.0 + Limits().drain_timeout_s
     for peer in (P0, P1, other):
         sessions.lender.open(peer, 7, 0)
-    needs, needs_none = (receive(sessions, key=key, expected=BOTH if key == KEY else ONE) for key in (KEY, OTHER))
+    needs, has_all = (receive(sessions, key=key) for key in (KEY, OTHER))
+    not_ready = receive(sessions, key=RequestKey(b"not ready request", 0), ready=False)
+    sessions.on_message(P1, complete(ALL_OF_P1, request_id=OTHER.request_id, attempt=OTHER.attempt), 0.5)
     sessions.on_message(other, Borrow(wanted=1, seen=0), 1.0)
     sessions.on_message(P1, Borrow(wanted=1, seen=0), 1.0)
     assert take_events(sessions) == []
@@ -258,9 +261,12 @@ def test_a_request_fails_at_once_whose_writer_asks_for_slots_that_lost_writers_h
     sessions.on_message(P1, Borrow(wanted=0, seen=0), 2.0)
     assert take_events(sessions) == []
     sessions.on_message(P1, Borrow(wanted=1, seen=0), 3.0)
+    assert take_events(sessions) == []
+    sessions.on_message(P1, Borrow(wanted=1, seen=0), later)
     (event,) = take_events(sessions)
     assert str(event.error) == "1 of 1 staging slots may still be written by peers that are gone"
-    assert (needs.state, needs_none.state) == (ReceiveState.ABORTING, ReceiveState.OPEN)
+    assert (needs.state, has_all.state) == (ReceiveState.ABORTING, ReceiveState.OPEN)
+    assert not_ready.error is None
 
 
 def test_an_error_of_one_request_ends_only_that_request() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -145,3 +148,27 @@ def test_proxy_without_prefill(servers: tuple[Server, Server, Server]) -> None:
     expected = decode.complete(prompt)
     prefill.stop()
     assert proxy.complete(prompt).tokens == expected.tokens
+
+
+def test_prefill_that_is_told_to_end_hands_over_what_it_has(model: Callable[[str], Path]) -> None:
+    """With `--shutdown-timeout`, although decode asks for it only then."""
+    folder = model("llama")
+    with (
+        Server.vllm(folder, "--block-size", "32", "--shutdown-timeout", "60") as prefill,
+        Server.vllm(folder, "--block-size", "64") as decode,
+    ):
+        prefill.wait_ready(), decode.wait_ready()
+        (prompt,) = prompts((300,), seed=33)
+        expected = decode.complete(prompt)
+        with prefill.ask(prompt, max_tokens=1, stream=False, kv_transfer_params=dict(PREFILL)) as answer:
+            params = json.load(answer)["kv_transfer_params"]
+        os.kill(prefill.pid, signal.SIGTERM)
+        until = time.monotonic() + 60
+        while "mode=drain" not in prefill.log():
+            assert time.monotonic() < until, prefill.log()
+            time.sleep(0.1)
+        found = decode.complete(prompt, kv_transfer_params=params)
+        assert found.tokens == expected.tokens
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert decode.num_moved() == 299, decode.log()
+        assert prefill.wait_ended(timeout_s=60.0) == 0, prefill.log()
