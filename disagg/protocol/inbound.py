@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-from disagg.core.address import dialable
+from disagg.core.address import dialable, is_loopback, parse_address
 from disagg.core.errors import ConfigError, LayoutError, RemoteProtocolError
 from disagg.protocol.messages import Hello, Member
 from disagg.protocol.peer_effects import Identity
@@ -107,6 +107,12 @@ class Members:
             raise RemoteProtocolError(
                 f"rank {hello.rank} of {hello.instance!r}: expected an address of its own, found that of {me}: {me.address}; "
                 "with port 0 `advertise` gets the port that a rank listens on"
+            )
+        own, its = (is_loopback(parse_address(each, what="address")[0]) for each in (me.address, hello.address))
+        if its and not own:
+            raise RemoteProtocolError(
+                f"rank {hello.rank} of {hello.instance!r}: expected an address that other hosts reach, as {me.address} of "
+                f"{me}, found {hello.address}: set `listen` for each rank"
             )
         known = self.by_rank.get(hello.rank)
         if known is not None and known.epoch != hello.epoch and hello.rank in self._connections:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 import pytest
@@ -286,6 +287,25 @@ def test_a_rejected_sibling_gets_the_reason(message: Hello, reason: str) -> None
     reply = take_reply(table)
     assert isinstance(reply, Reject)
     assert reason in reply.reason
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "is_refused"),
+    [
+        ("tcp://10.0.0.1:7000", "tcp://127.0.0.1:7001", True),
+        ("tcp://10.0.0.1:7000", "tcp://10.0.0.2:7001", False),
+        ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001", False),
+    ],
+)
+def test_a_sibling_that_only_its_own_host_reaches_is_refused(own: str, other: str, is_refused: bool) -> None:
+    """The leader would name that address to peers of other hosts."""
+    table = peer_table(num_ranks=2)
+    table.members._identity = dataclasses.replace(table.members._identity, address=own)
+    table.on_inbound(b"c1", "", hello("prefill-0", 1, address=other), 0.0)
+    reply = take_reply(table)
+    assert isinstance(reply, Reject) is is_refused
+    if isinstance(reply, Reject):
+        assert "expected an address that other hosts reach, as tcp://10.0.0.1:7000 of prefill-0/0, found" in reply.reason
 
 
 def test_an_accepted_peer_is_refused_as_a_rank_of_this_instance() -> None:
