@@ -154,7 +154,7 @@ def test_prefill_that_is_told_to_end_hands_over_what_it_has(model: Callable[[str
     """With `--shutdown-timeout`, although decode asks for it only then."""
     folder = model("llama")
     with (
-        Server.vllm(folder, "--block-size", "32", "--shutdown-timeout", "60") as prefill,
+        Server.vllm(folder, "--block-size", "32", "--shutdown-timeout", "60", VLLM_LOGGING_LEVEL="INFO") as prefill,
         Server.vllm(folder, "--block-size", "64") as decode,
     ):
         prefill.wait_ready(), decode.wait_ready()
