@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from harness.ports import held_port
 from tests.backends.conftest import require_engine
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S
+from tests.support.tcp import full_port
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "disagg.commands", "doctor"]
@@ -444,26 +444,10 @@ def test_a_closed_port_is_explained() -> None:
     assert complete(finding)
 
 
-def num_to_accept(listening: socket.socket) -> int:
-    """The number of connections that were made to a socket and not accepted."""
-    (found,) = struct.unpack_from("I", listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 24)
-    assert isinstance(found, int)
-    return found
-
-
 def test_a_port_that_drops_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "CONNECT_S", 0.3)
-    with socket.socket() as full:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        until(lambda: num_to_accept(full) > 0)
-        finding = network.peer(*full.getsockname())
-        for one in waiting:
-            one.close()
+    with full_port() as port:
+        finding = network.peer("127.0.0.1", port)
     assert finding.level is Level.ERROR
     assert "firewall" in finding.cause
 

@@ -26,6 +26,7 @@ from yarl import URL
 
 from examples import pd_proxy
 from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end, main
+from tests.support.tcp import full_port
 
 WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
 COMPLETION = {"model": "model", "prompt": "Prefill computes, decode", "max_tokens": 4}
@@ -1351,7 +1352,6 @@ def test_prefill_is_not_asked_again_where_it_is_for_what_is_no_fault_of_its_own(
 
 
 def test_a_host_that_drops_packets_takes_a_connections_time_of_one_turn_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel drops what would open a connection to a socket whose queue is full."""
     assert pd_proxy.ASK_TIMEOUT.sock_connect == pd_proxy.CONNECT_S
     monkeypatch.setattr(pd_proxy, "CONNECT_S", 0.3)
     monkeypatch.setattr(pd_proxy, "ASK_TIMEOUT", ClientTimeout(total=30, sock_connect=0.3))
@@ -1362,17 +1362,9 @@ def test_a_host_that_drops_packets_takes_a_connections_time_of_one_turn_only(mon
             async with pair.client.get("/v1/models") as answer:
                 assert answer.status == 200
 
-    with socket.socket() as dark:
-        dark.bind(("127.0.0.1", 0))
-        dark.listen(0)
-        queued = [socket.socket() for _ in range(4)]
-        for each in queued:
-            each.setblocking(False)
-            each.connect_ex(dark.getsockname())
-        url = f"http://127.0.0.1:{dark.getsockname()[1]}"
+    with full_port() as port:
+        url = f"http://127.0.0.1:{port}"
         run(scenario, StandIn(prefills), StandIn(decodes), others=[url], other_prefills=[url], retry_s=30.0)
-        for each in queued:
-            each.close()
 
 
 def test_a_client_that_leaves_while_decode_says_what_it_keeps() -> None:
