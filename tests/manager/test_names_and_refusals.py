@@ -188,7 +188,7 @@ def test_requests_to_a_peer_with_an_incompatible_engine_fail_at_once() -> None:
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert event is not None
         assert f"cannot become ready: {prefill.address}: expected the peer's release to be 2" in str(event.error)
-        until(lambda: decode.peer("prefill").state == "refused")  # in between it is asked again
+        until(lambda: decode.peer("prefill").state == "refused")  # not while decode tries once more
 
 
 def test_a_peer_that_is_refused_for_good_is_logged_once_on_each_side(caplog: pytest.LogCaptureFixture) -> None:

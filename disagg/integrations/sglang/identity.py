@@ -71,9 +71,8 @@ def identify(
     changes = {"index_keys": "rotated"} if rotates_index_keys(runner.model) else {}
     changes |= scaled_by(runner, kv_scales(runner, attention_layers(runner.model)).values())
     if getattr(source.text, "rope_is_neox_style", True) is False and not getattr(runner, "use_mla_backend", False):
-        changes["rope_pairs"] = (
-            "adjacent"  # of Mistral's own format: elsewhere K's elements are put in halves when it is loaded
-        )
+        # As in Mistral's own format. Other readers of it put K's elements in halves when they load the weights.
+        changes["rope_pairs"] = "adjacent"
     ignores_windows = attention_backends(getattr(runner, "attn_backend", None)) & UNWINDOWED_BACKENDS
     for stage in from_stages(({} if ignores_windows else windows(runner.model), scales, changes, rope_classes(runner.model))):
         found |= stage[0]

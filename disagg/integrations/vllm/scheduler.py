@@ -266,7 +266,8 @@ class SchedulerHalf:
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         for req_id in output.preempted_req_ids or ():
-            self._end_preempted(req_id)
+            with logged(f"request {req_id}: it was preempted, and its transfer goes on"):
+                self._end_preempted(req_id)
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
         with logged("no kept request makes room for this step's requests"):
