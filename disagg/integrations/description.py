@@ -26,6 +26,9 @@ _KINDS = frozenset({"full_attention", "sliding_attention", "linear_attention"})
 """Layers that all leave a state."""
 _ALIKE = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 """Names of the same rotary embedding in files and servers."""
+_NEUTRAL = {"moe_layer_freq": 1}
+"""Values that say the same as no value."""
+_OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _HAS_LENGTH = ("llama3", "yarn")
 """Made from `original_max_position_embeddings` if given, not from `max_position_embeddings`."""
 
@@ -109,13 +112,16 @@ def _rotary(given: Mapping[str, Any], max_position: int | None, rules: RopeRules
     found = {name: value for name, value in given.items() if name not in ("type", "rope_type") and value is not None}
     if found.get("partial_rotary_factor") == 1:
         del found["partial_rotary_factor"]
+    has_unusual_factor = kind == "yarn" and _has_unusual_factor(found)
+    if kind == "yarn" and (found.get("factor") or 1) <= 1 and not has_unusual_factor:  # as SGLang names a default one
+        return {name: value for name, value in found.items() if name not in _OF_YARN}
     if kind == "default":
         return found
     if kind != "linear" and not (kind in _HAS_LENGTH and "original_max_position_embeddings" in found):
         found["max_position"] = max_position
     if kind == "longrope":
         found["factors"] = rules.long_rope
-    if kind == "yarn" and _has_unusual_factor(found):
+    if has_unusual_factor:
         found["scaled_by"] = rules.yarn_factor
     if kind == "dynamic" and "alpha" not in found:
         found["length"] = rules.dynamic_length
@@ -154,10 +160,12 @@ def _fields(
     """The fields that count. `loaded` is the server's object of the same part. In `texts` the fields `compared` are left
     out, since something else compares them.
     """
-    left_out = compared if any(loaded is text for text in texts) else frozenset()
-    defaults = {key: getattr(loaded, key) for key in DEFAULTED if hasattr(loaded, key)}
+    is_text = any(loaded is text for text in texts)
+    left_out = compared if is_text else frozenset()
+    loaded_values = {key: getattr(loaded, key) for key in DEFAULTED if is_text and hasattr(loaded, key)}
+    defaults = {key: value for key, value in loaded_values.items() if _NEUTRAL.get(key) != value}
     for key, value in values.items():
-        if is_ignored(key) or key in left_out or key in defaults:
+        if is_ignored(key) or key in left_out or key in loaded_values:
             continue
         part = getattr(loaded, key, None)
         yield key, dict(_fields(value, part, texts=texts, compared=compared)) if isinstance(value, Mapping) else value

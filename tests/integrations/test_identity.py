@@ -157,6 +157,37 @@ def test_factors_of_a_long_rope_are_compared_where_there_is_one() -> None:
     assert found == ('rope.factors="short"', 'rope.factors="by_batch"')
 
 
+def test_a_yarn_without_a_factor_is_no_scaling() -> None:
+    """SGLang names each rotary embedding of its DeepSeek classes so, also GLM-4.7-Flash's."""
+
+    def found(**given: Any) -> ModelId:
+        config = {**LLAMA, "rope_parameters": {"rope_theta": 1e4, **given}}
+        return identity(config, loaded=load(config, max_position_embeddings=128))
+
+    plain = found(rope_type="default")
+    assert found(rope_type="deepseek_yarn") == found(rope_type="yarn", factor=1.0, mscale=1.0, beta_fast=32) == plain
+    assert found(rope_type="yarn", factor=2.0) != plain
+    assert found(rope_type="yarn", factor=1.0, attention_factor=0.5) != plain
+
+
+def test_loaded_defaults_of_other_parts_than_the_text_do_not_count() -> None:
+    """VLLM's class of Kimi-K2.5's vision part has a default that SGLang's lacks."""
+    file = {"model_type": "kimi_k25", "text_config": LLAMA, "vision_config": {"depth": 2}}
+    loaded = [load({**file, "text_config": {**LLAMA, "hidden_act": "silu"}}) for _ in range(2)]
+    loaded[0].vision_config.hidden_act = "gelu"
+    with_default, without = (identity(file, loaded=each) for each in loaded)
+    assert with_default == without
+    assert 'text_config.hidden_act="silu"' in without.revision.split()
+
+
+def test_that_every_layer_has_experts_is_no_difference() -> None:
+    """SGLang's GLM-4.7-Flash sets what other configurations leave out."""
+    said, unsaid, other = (
+        identity(LLAMA, loaded=load(LLAMA, **more)) for more in ({"moe_layer_freq": 1}, {}, {"moe_layer_freq": 2})
+    )
+    assert said == unsaid != other
+
+
 def test_by_what_each_server_scales_a_yarns_keys_is_compared() -> None:
     """VLLM takes `attention_factor`, SGLang multiplies the usual factor by `attn_factor`."""
 

@@ -56,12 +56,12 @@ def host_of(queue: Any) -> Host:
     """
     from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
-    check_options(queue.scheduler, get_parallel(), get_exec().features)
+    options = get_disagg()
+    check_options(queue.scheduler, get_parallel(), get_exec().features, is_decode=options.disaggregation_mode == "decode")
     check_buffers(queue.metadata_buffers)
     transfers = getattr(queue, "transfer_queue", None)
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
-    options = get_disagg()
     if transfers is not None and options.disaggregation_decode_enable_radix_cache:
         check_windows(queue)
     reuses_pages = options.disaggregation_decode_enable_radix_cache or options.disaggregation_decode_enable_offload_kvcache
@@ -155,10 +155,11 @@ def drafts_of(scheduler: Any) -> Drafts | None:
     )
 
 
-def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
-    """Raise `ConfigError` for an unsupported option. `parallel` and `features` come from SGLang's context."""
+def check_options(scheduler: Any, parallel: Any, features: Any, *, is_decode: bool) -> None:
+    """Raise `ConfigError` for an unsupported option. `parallel`, `features` and the role come from SGLang's context: a server's
+    options keep the role that it started with.
+    """
     options, speculation = scheduler.server_args, scheduler.spec_algorithm
-    is_decode = options.disaggregation_mode == "decode"
     starts_from_prefill = (speculation.is_none, speculation.is_eagle, speculation.is_dflash, speculation.is_dspark)
     refused = {
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,

@@ -22,6 +22,10 @@ UNSCALED_BACKENDS = {"TorchNativeAttnBackend", "TorchFlexAttnBackend"}
 """They write K and V as they are, and read them so."""
 UNWINDOWED_BACKENDS = {"TorchFlexAttnBackend", "WaveAttnBackend"}
 """They attend to all tokens, whatever a layer's window is."""
+PARTLY_WINDOWED_BACKENDS = {"FlashInferAttnBackend"}
+"""They do so in some steps if the model does not name a window to the server."""
+UNCAPPED_BACKENDS = {"TorchNativeAttnBackend", "TorchFlexAttnBackend", "TRTLLMHAAttnBackend"}
+"""They ignore a layer's `logit_cap`."""
 DIVIDING_BACKENDS = {"TritonAttnBackend", "FlashAttentionBackend", "FlashInferAttnBackend", "IntelAMXAttnBackend", "NoneType"}
 """They divide what they write by a layer's scales, and multiply what they read."""
 DIVIDING_LATENTS = {"TritonAttnBackend", "NoneType"}
@@ -70,10 +74,17 @@ def identify(
     kinds: set[str] = set()
     changes = {"index_keys": "rotated"} if rotates_index_keys(runner.model) else {}
     changes |= scaled_by(runner, kv_scales(runner, attention_layers(runner.model)).values())
+    changes |= left_out(runner.model, source.text) | q_scaling(runner.model)
     if getattr(source.text, "rope_is_neox_style", True) is False and not getattr(runner, "use_mla_backend", False):
         # As in Mistral's own format. Other readers of it put K's elements in halves when they load the weights.
         changes["rope_pairs"] = "adjacent"
-    ignores_windows = attention_backends(getattr(runner, "attn_backend", None)) & UNWINDOWED_BACKENDS
+    backends = attention_backends(getattr(runner, "attn_backend", None))
+    ignores_windows = backends & UNWINDOWED_BACKENDS
+    partly = backends & PARTLY_WINDOWED_BACKENDS
+    if partly and runner.sliding_window_size is None and windows(runner.model):
+        changes["windows_of"] = ",".join(sorted(partly))
+    if backends & UNCAPPED_BACKENDS and any(layer.logit_cap for layer in attention_layers(runner.model)):
+        changes["logit_cap"] = "not applied"
     for stage in from_stages(({} if ignores_windows else windows(runner.model), scales, changes, rope_classes(runner.model))):
         found |= stage[0]
         all_scales |= stage[1]
@@ -118,6 +129,25 @@ def windows(model: Any) -> dict[int, int]:
     for layer in attention_layers(model):
         found.setdefault(layer.layer_id, set()).add(layer.sliding_window_size)
     return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
+
+
+def left_out(model: Any, text: Any) -> dict[str, str]:
+    """The fields that some of SGLang's models do not read, and those that only SGLang's read."""
+    found = {}
+    for name, part in (("attention_bias", "qkv_proj"), ("mlp_bias", "gate_up_proj")):
+        layers = (getattr(each, part) for each in model.modules() if hasattr(each, part))
+        biases = (getattr(getattr(layer, "base_layer", layer), "bias", None) for layer in layers)  # adapters wrap layers
+        if getattr(text, name, False) and any(bias is None for bias in biases):
+            found[name] = "not read"
+    if any(getattr(each, "use_mup", False) for each in model.modules()):
+        found["input_mult"] = "read"
+    return found
+
+
+def q_scaling(model: Any) -> dict[str, str]:
+    """How Ministral 3 scales Q by position. VLLM reads that of a file in Mistral's own format only."""
+    layer = next((each for each in model.modules() if getattr(each, "llama_4_scaling_beta", None) is not None), None)
+    return {} if layer is None else {"q_scaling": f"{layer.llama_4_scaling_beta:g}@{layer.max_position_embeddings}"}
 
 
 def rotates_index_keys(model: Any) -> bool:

@@ -292,6 +292,15 @@ def _tunes_temperature(model: ModelConfig) -> bool:
     return bool(given.get("attn_temperature_tuning", model.max_model_len > 32768))
 
 
+def _q_scaling(model: ModelConfig) -> str:
+    """How Ministral 3 scales Q by position: as vLLM's parser of Mistral's own format, or transformers, read it."""
+    found = getattr(model.hf_text_config, "llama_4_scaling", None)
+    if model.using_transformers_backend():
+        found = getattr(model.hf_text_config, "rope_parameters", None)
+    beta = (found or {}).get("beta", (found or {}).get("llama_4_scaling_beta"))
+    return "" if beta is None else f"{beta:g}@{(found or {})['original_max_position_embeddings']}"
+
+
 def _options(config: VllmConfig) -> dict[str, Any]:
     """Options that change states, if set. Not every vLLM has all of them."""
     places = {
@@ -304,6 +313,7 @@ def _options(config: VllmConfig) -> dict[str, Any]:
     found = {name: getattr(place, name, None) for name, place in places.items()}
     model = config.model_config
     found["attn_temperature_tuning"] = _tunes_temperature(model)
+    found["q_scaling"] = _q_scaling(model)
     if model.using_transformers_backend() and (model.use_mla or str(model.model_impl) == "transformers"):
         found["model_impl"] = "transformers"  # orders the rotated part of a latent otherwise; its weights may be permuted
     return {name: value for name, value in found.items() if value}

@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import base, get_rope
 from sglang.srt.models.gemma3_causal import Gemma3RotaryEmbedding
+from sglang.srt.models.ministral3 import Ministral3Attention
 from sglang.srt.models.qwen3_moe import compute_yarn_parameters
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -79,6 +80,7 @@ def identity(
     options: Mapping[str, Any] = {},
     modules: Sequence[torch.nn.Module] = (),
     backend: Any = None,
+    window: int | None = 63,
     **scales: float,
 ) -> ModelId:
     model = layers(-1, 63)
@@ -86,7 +88,9 @@ def identity(
         for key, scale in scales.items():
             setattr(layer, key, scale)
     model.extend(modules)
-    runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=dtype, attn_backend=backend)
+    runner = SimpleNamespace(
+        model=model, dtype=torch.float32, kv_cache_dtype=dtype, attn_backend=backend, sliding_window_size=window
+    )
     return identify(
         source, runner, name=name, options=options, from_stages=stages, scales=kv_scales(runner, attention_layers(model))
     )
@@ -119,6 +123,65 @@ def test_windows_that_an_attention_backend_ignores_are_not_claimed(tmp_path: Pat
         (SimpleNamespace(prefill_backend=flex, decode_backend=triton), False),
     ):
         assert ("windows=63@1" in identity(source, backend=backend).revision.split()) is is_claimed
+
+
+def test_a_window_that_the_server_does_not_know_is_named(tmp_path: Path) -> None:
+    """FlashInfer's wrappers get the server's window; Command R7B, for example, names none."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    source = read_source(config(tmp_path), None, name=None)
+    assert "model_runner.sliding_window_size is not None" in (Path(attention.__path__[0]) / "flashinfer_backend.py").read_text()
+    flashinfer, triton = (type(name, (), {})() for name in ("FlashInferAttnBackend", "TritonAttnBackend"))
+    usual = identity(source)
+    assert [identity(source, backend=each, window=size) == usual for each in (flashinfer, triton) for size in (63, None)] == [
+        *(True, False),
+        *(True, True),
+    ]
+
+
+def test_caps_that_an_attention_backend_ignores_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    source = read_source(config(tmp_path), None, name=None)
+    for file, name in (
+        ("torch_native", "TorchNativeAttnBackend"),
+        ("torch_flex", "TorchFlexAttnBackend"),
+        ("trtllm_mha", "TRTLLMHAAttnBackend"),
+    ):
+        text = (Path(attention.__path__[0]) / f"{file}_backend.py").read_text()
+        assert f"class {name}(" in text
+        assert "logit_cap" not in text
+        backend = type(name, (), {})()
+        assert 'logit_cap="not_applied"' in identity(source, backend=backend, logit_cap=50.0).revision.split()
+        assert "logit_cap" not in identity(source, backend=backend, logit_cap=0.0).revision
+    assert "logit_cap" not in identity(source, backend=TritonAttnBackend(), logit_cap=50.0).revision
+
+
+@pytest.mark.parametrize(("name", "part"), [("attention_bias", "qkv_proj"), ("mlp_bias", "gate_up_proj")])
+def test_a_bias_that_a_model_of_sglang_does_not_read_is_named(name: str, part: str, tmp_path: Path) -> None:
+    """SGLang's Llama has none in its MLP."""
+    biased = LlamaConfig(**{**LLAMA.to_dict(), name: True})
+    source = read_source(config(tmp_path, hf_config=biased, hf_text_config=biased), None, name="mine")
+    has, lacks, wrapped = (torch.nn.Module() for _ in range(3))
+    for block, bias in ((has, True), (lacks, False)):
+        setattr(block, part, torch.nn.Linear(2, 2, bias=bias))
+    adapted: Any = torch.nn.Module()
+    adapted.base_layer = getattr(has, part)
+    setattr(wrapped, part, adapted)
+    words = [identity(source, name="mine", modules=[block]).revision.split() for block in (has, wrapped, lacks)]
+    assert [f'{name}="not_read"' in each for each in words] == [False, False, True]
+    plain = read_source(config(tmp_path), None, name="mine")
+    assert f"{name}=" not in " ".join(set(identity(plain, name="mine", modules=[lacks]).revision.split()) - set(words[0]))
+
+
+def test_what_only_sglang_reads_is_named(tmp_path: Path) -> None:
+    """Ministral 3's scaling of Q in the usual format, and TeleFLM's of embeddings."""
+    source = read_source(config(tmp_path), None, name="mine")
+    ministral, tele = torch.nn.Module(), torch.nn.Module()
+    ministral.llama_4_scaling_beta, ministral.max_position_embeddings, tele.use_mup = 0.1, 16384, True
+    assert "self.llama_4_scaling_beta = config.rope_parameters" in inspect.getsource(Ministral3Attention)
+    assert 'q_scaling="0.1@16384"' in identity(source, name="mine", modules=[ministral]).revision.split()
+    assert 'input_mult="read"' in identity(source, name="mine", modules=[tele]).revision.split()
+    ministral.llama_4_scaling_beta, tele.use_mup = None, False
+    assert identity(source, name="mine", modules=[ministral, tele]) == identity(source, name="mine")
 
 
 def test_the_order_of_rotated_pairs_is_compared(tmp_path: Path) -> None:
@@ -333,7 +396,6 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
         "enable_memory_saver": False,
         "is_encoder_decoder": False,
         "use_ngram_embedding": False,
-        "disaggregation_mode": "decode",
         "speculative_algorithm": None,
     }
     parallel = SimpleNamespace(
@@ -344,7 +406,7 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
         pp_size=1,
     )
 
-    def check(*, has_hicache: bool = False, **options: Any) -> None:
+    def check(*, has_hicache: bool = False, is_decode: bool = True, **options: Any) -> None:
         args = SimpleNamespace(**{**given, **options})
         scheduler = SimpleNamespace(
             enable_hisparse=False,
@@ -353,7 +415,7 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
             model_config=args,
             spec_algorithm=SpeculativeAlgorithm.from_string(args.speculative_algorithm),
         )
-        check_options(scheduler, parallel, args)
+        check_options(scheduler, parallel, args, is_decode=is_decode)
 
     check(has_hicache=True)
     parallel.pp_size = 2
@@ -372,7 +434,7 @@ def test_options_that_change_states_or_their_memory_are_refused(option: str) -> 
     for algorithm in ("NGRAM", "STANDALONE"):
         with pytest.raises(ConfigError, match=f"expected no --speculative-algorithm {algorithm} on a decode server"):
             check(speculative_algorithm=algorithm)
-        check(speculative_algorithm=algorithm, disaggregation_mode="prefill")
+        check(speculative_algorithm=algorithm, is_decode=False)
 
 
 def test_every_option_is_in_the_table() -> None:

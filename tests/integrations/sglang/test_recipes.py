@@ -96,7 +96,6 @@ def test_the_plug_in_refuses(name: str) -> None:
             enable_mis=False,
             debug_tensor_dump_input_file=None,
             language_only=False,
-            disaggregation_mode="decode",
             speculative_algorithm=None,
         )
         parallel = SimpleNamespace(
@@ -114,10 +113,10 @@ def test_the_plug_in_refuses(name: str) -> None:
             spec_algorithm=SpeculativeAlgorithm.NONE,
         )
         features = SimpleNamespace(enable_memory_saver=False)
-        check_options(scheduler, parallel, features)
+        check_options(scheduler, parallel, features, is_decode=True)
         scheduler.enable_hisparse = name == "--enable-hisparse"
         with pytest.raises(ConfigError, match=f"expected no {name}"):
-            check_options(scheduler, parallel, features)
+            check_options(scheduler, parallel, features, is_decode=True)
         return
     if method := getattr(fp4_kv_cache_quant_method, name, None):
         pool: Any = memory_pool.MHATokenToKVPool(

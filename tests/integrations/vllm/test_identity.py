@@ -19,6 +19,7 @@ from disagg.integrations.shaping import VLLM, names
 from disagg.integrations.vllm.identity import (
     Scales,
     _kv_scales,
+    _q_scaling,
     _tunes_temperature,
     attention_layer,
     head_counts,
@@ -93,6 +94,22 @@ def test_a_pair_that_differs_is_refused_by_name(
     assert decoder.counts["failed_loads"] == len(LENGTHS)
     said = f"{decoder.run(refusals)}; {prefiller.run(refusals)}"
     assert all(part in said for part in reason), said
+
+
+@pytest.mark.parametrize(
+    ("by_transformers", "given", "expected"),
+    [
+        (False, {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}}, ""),
+        (True, {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}}, "0.1@16384"),
+        (True, {"rope_parameters": {"rope_type": "default"}}, ""),
+        (False, {"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 16384}}, "0.1@16384"),
+        (False, {}, ""),
+    ],
+)
+def test_the_scaling_of_q_is_the_one_that_vllm_reads(by_transformers: bool, given: dict[str, Any], expected: str) -> None:
+    """Its own Ministral 3 ignores what the usual format has."""
+    model: Any = SimpleNamespace(hf_text_config=SimpleNamespace(**given), using_transformers_backend=lambda: by_transformers)
+    assert _q_scaling(model) == expected
 
 
 @pytest.mark.parametrize(
