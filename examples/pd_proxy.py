@@ -27,7 +27,17 @@ import socket
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -280,6 +290,10 @@ class Client:
             self._known[url] = server_of(url, found if isinstance(found, dict) else {})
         return self._known[url]
 
+    def are_sglang(self, urls: Iterable[str]) -> bool:
+        """Whether all are known to be SGLang servers."""
+        return all(url in self._known and self._known[url].is_sglang for url in urls)
+
     async def ask(self, server: Server, path: str, body: Body, headers: Mapping[str, str]) -> Any:
         """The answer of a server. Raises `Failed` or `Refused` for one that is an error."""
         async with self.open("POST", server.url + path, headers=headers, json=body) as answer:
@@ -462,7 +476,13 @@ def beginnings(body: Body) -> list[bytes]:
         return []
     names = []
     for message in messages:
-        name = hashlib.blake2b(name + json.dumps(message, sort_keys=True).encode(), digest_size=16).digest()
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        unmarked = [
+            {k: v for k, v in part.items() if k != "cache_control"} if isinstance(part, dict) else part for part in parts
+        ]
+        text = json.dumps({**message, "content": unmarked or content}, sort_keys=True)  # clients move the marks
+        name = hashlib.blake2b(name + text.encode(), digest_size=16).digest()
         names.append(name)
     return names
 
@@ -1356,6 +1376,7 @@ class Proxy:
     ) -> None:
         self._prefills, self._decodes = itertools.cycle(prefills), itertools.cycle(decodes)
         self._num_prefills, self._decode_urls, self._retry_s = len(prefills), frozenset(decodes), retry_s
+        self._prefill_urls = frozenset(prefills)
         self._num_decodes, self._moves = len(decodes), move
         self._conversations = Conversations() if keep else None
         self._drains: dict[str, asyncio.Task[dict[str, Any]]] = {}
@@ -1423,7 +1444,8 @@ class Proxy:
         while (decode := await self._client.server(next(self._open_decodes()), headers)).url in self._drains:
             pass  # it is drained meanwhile
         is_turn = bool(names) and all(count in (None, 1) for count in num_answers(body))
-        keep = secrets.token_hex(16) if is_turn and not decode.is_sglang else ""
+        may_take = not self._client.are_sglang(self._prefill_urls)  # SGLang's prefill takes nothing
+        keep = secrets.token_hex(16) if is_turn and may_take and not decode.is_sglang else ""
         given = Answer(self._client, request.path, body, headers, keep, decode)
         if not self._moves:
             given.reason = given.reason or "the proxy moves none"

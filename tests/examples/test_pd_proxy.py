@@ -980,6 +980,38 @@ def test_a_silent_decode_server_does_not_delay_the_next_turn(monkeypatch: pytest
     run(scenario, StandIn(prefills), StandIn(says_nothing), keep=True)
 
 
+def test_a_conversation_keeps_its_name_when_its_client_moves_a_mark() -> None:
+    """Of Anthropic's API: at most four parts have one, usually the last ones. VLLM does not read it."""
+
+    def asked(*marked: int) -> list[bytes]:
+        texts = [{"type": "text", "text": str(number)} for number in range(3)]
+        parts = [{**part, "cache_control": {"type": "ephemeral"}} if i in marked else part for i, part in enumerate(texts)]
+        return beginnings({"messages": [{"role": "user", "content": [part]} for part in parts]})
+
+    assert asked(0) == asked(1) == asked(2, 1) == asked()
+    assert len(set(asked())) == 3
+
+
+def test_nothing_is_kept_if_only_sglang_could_take_it() -> None:
+    async def answers(_: web.Request, asked: Asked) -> web.StreamResponse:
+        return web.json_response(
+            {"rank_ip": "127.0.0.1", "rank_port": 7000} if asked.path.startswith("/route") else {"choices": []}
+        )
+
+    async def scenario(pair: Pair) -> None:
+        prefill.info = web.json_response({"disaggregation_bootstrap_port": int(prefill.url.rpartition(":")[2])})
+        body = {"model": "model", "messages": [{"role": "user", "content": "one"}]}
+        for _ in range(2):
+            async with pair.client.post("/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+        first, second = pair.decode.bodies("/v1/chat/completions")
+        assert "keep" in first["kv_transfer_params"], "nothing was known of prefill"
+        assert "keep" not in second["kv_transfer_params"]
+
+    prefill = sglang(answers)
+    run(scenario, prefill, StandIn(keeps), keep=True)
+
+
 def test_several_answers_are_not_kept() -> None:
     async def scenario(pair: Pair) -> None:
         body = {"model": "model", "n": 2, "messages": [{"role": "user", "content": "one"}]}

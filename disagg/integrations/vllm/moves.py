@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from disagg.integrations.vllm.kept import problem_of_id
 
@@ -116,7 +118,7 @@ class Moves:
         for name in params.__struct_fields__:
             if name not in known and not name.startswith("_") and not _is_default(name, getattr(params, name)):
                 yield f"{name}: it depends on where the prompt ends"
-        if config.model_config.logits_processors:
+        if config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP):
             yield "the server has logits processors of its own"
         if config.watermark_config is not None:
             yield "the server marks its answers"

@@ -174,6 +174,16 @@ def moves(model: Callable[[str], Path]) -> Moves:
     return Moves(SimpleNamespace(model_config=config, watermark_config=None))
 
 
+def test_a_server_with_an_installed_logits_processor_keeps_its_answers(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM loads those of other packages without an option."""
+    installed = {"vllm.logits_processors": ["one"]}
+    monkeypatch.setattr("disagg.integrations.vllm.moves.entry_points", lambda group: installed[group])
+    movable(moves, 1)
+    assert told_to_stop(moves)["not_stopped"] == "the server has logits processors of its own"
+    installed["vllm.logits_processors"].clear()
+    assert told_to_stop(moves)["stopped"]
+
+
 @pytest.mark.parametrize(("given", "expected"), [({}, [BOS, EOS]), ({"skip_special_tokens": False}, [])])
 def test_the_proxy_learns_which_tokens_have_no_text(moves: Moves, given: dict[str, Any], expected: list[int]) -> None:
     movable(moves, 1, **given)
