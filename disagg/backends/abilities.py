@@ -33,14 +33,26 @@ class ProvesByProcess(Protocol):
 
 @runtime_checkable
 class Renewable(Protocol):
-    """An engine that may notice that it will never serve new peers again."""
+    """An engine that can be closed and started again over the same memory."""
 
     def renewal_due(self) -> str:
-        """Why it must be closed and built anew, else empty. Cheap: called several times a second."""
+        """Why it will never serve new peers again, else empty. Cheap: called several times a second."""
+
+    def renew(self) -> None:
+        """Start again, with another endpoint. Peers that it had connected to are disconnected, and transfers under way are
+        unsettled. Raises `DisaggError` if it does not start; the next call tries again.
+        """
+
+    def is_renewed(self, peer: RemotePeer) -> bool:
+        """Whether it has been renewed since it connected to the peer."""
 
 
 def renewal_due(backend: Backend) -> str:
     return backend.renewal_due() if isinstance(backend, Renewable) else ""
+
+
+def is_renewed(backend: Backend, peer: RemotePeer) -> bool:
+    return isinstance(backend, Renewable) and backend.is_renewed(peer)
 
 
 @runtime_checkable

@@ -15,7 +15,16 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from disagg.backends.abilities import Gathering, PreparedSpans, ProvesByProcess, QuietWhenClosed, SpanWriter, renewal_due
+from disagg.backends.abilities import (
+    Gathering,
+    PreparedSpans,
+    ProvesByProcess,
+    QuietWhenClosed,
+    Renewable,
+    SpanWriter,
+    is_renewed,
+    renewal_due,
+)
 from disagg.backends.base import Backend, Fence, RemotePeer, StagingShape, Transfer
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.copies import CopyBatch
@@ -191,11 +200,12 @@ class AutoBackend:
         return own.engine.submit_spans(own.spans, batch)
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once proved by the engine that writes to the peer, and by those by which the peer may write here, or has
-        written by an earlier connection.
+        """What the engine that writes to the peer proves, if those by which the peer may write here, or has written by an
+        earlier connection, prove as much.
         """
         own = _own(peer, AutoPeer)
-        if own.engine.fence(own.peer, epoch=epoch) is not Fence.QUIET:
+        found = own.engine.fence(own.peer, epoch=epoch)
+        if found is Fence.UNKNOWN:
             return Fence.UNKNOWN
         writers = {own.writer, *(self._former_writers.get(own.process, ()) if own.process is not None else ())}
         for other in own.others:
@@ -203,13 +213,22 @@ class AutoBackend:
                 continue
             if own.process is None or not isinstance(other, ProvesByProcess) or not other.is_quiet_after(own.process):
                 return Fence.UNKNOWN
-        return Fence.QUIET
+        return found
 
     def is_quiet_when_closed(self) -> bool:
         return all(isinstance(engine, QuietWhenClosed) and engine.is_quiet_when_closed() for engine in self._engines)
 
     def renewal_due(self) -> str:
         return "; ".join(filter(None, map(renewal_due, self._engines)))
+
+    def renew(self) -> None:
+        for engine in self._engines:
+            if isinstance(engine, Renewable):
+                engine.renew()
+
+    def is_renewed(self, peer: RemotePeer) -> bool:
+        own = _own(peer, AutoPeer)
+        return is_renewed(own.engine, own.peer)
 
     def disconnect(self, peer: RemotePeer) -> None:
         own = _own(peer, AutoPeer)

@@ -32,11 +32,12 @@ class TransferStatus(enum.Enum):
 
 
 class Fence(enum.Enum):
-    """`QUIET`: the peer's process of that epoch and this engine cannot touch each other's memory any more. `UNKNOWN`: no
-    proof.
+    """`QUIET`: the peer's process of that epoch and this engine cannot touch each other's memory any more. `CLOSED`: it cannot
+    touch this side's. `UNKNOWN`: no proof.
     """
 
     QUIET = "quiet"
+    CLOSED = "closed"
     UNKNOWN = "unknown"
 
 
@@ -182,8 +183,8 @@ class Backend(Protocol):
         """
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """Whether everything ever posted to or by the peer's epoch has provably finished. Never a guess; `UNKNOWN` for
-        another epoch than the peer's. Also called after `disconnect`.
+        """Whether everything ever posted to and by the peer's epoch, or at least by it, has provably finished. Never a guess;
+        `UNKNOWN` for another epoch than the peer's. Also called after `disconnect`.
         """
 
     def disconnect(self, peer: RemotePeer) -> None:

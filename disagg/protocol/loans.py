@@ -147,6 +147,11 @@ class Lender:
         return f"{lost} of {total} staging slots may still be written by peers that are gone" if 2 * lost > total else ""
 
     @property
+    def has_none(self) -> bool:
+        """Whether lost writers may still write every slot."""
+        return self._slots is not None and self.num_lost == self._slots.total
+
+    @property
     def can_replace(self) -> bool:
         """Whether a slot that a lost writer may still write costs the others nothing."""
         return self._slots is not None and self._slots.can_replace
@@ -197,7 +202,7 @@ class Lender:
         if message.wanted:
             self._changed[account] = None  # it asks until it gets an answer
         self._serve()
-        self._none_since = min(self._none_since, now) if self.num_lost == self._slots.total else NEVER
+        self._none_since = min(self._none_since, now) if self.has_none else NEVER
         return self.problem if message.wanted and now >= self._none_since + self._limits.drain_timeout_s else ""
 
     def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None]) -> None:

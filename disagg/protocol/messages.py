@@ -14,7 +14,7 @@ import numpy as np
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_MESSAGE_NBYTES = 64 << 20
 """Fits a hello's table of thousands of ranks, or a reserve of a few million pages."""

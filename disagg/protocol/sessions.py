@@ -135,9 +135,19 @@ class Sessions:
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
         """The peer lost at that epoch and this rank cannot touch each other's memory any more."""
-        self.receives.peer_quiet(peer, epoch=epoch)
+        self.peer_closed(peer, epoch=epoch)
         self.sends.peer_quiet(peer, epoch=epoch)
+
+    def peer_closed(self, peer: PeerRank, *, epoch: int = 0) -> None:
+        """The peer lost at that epoch cannot touch this rank's memory any more."""
+        self.receives.peer_quiet(peer, epoch=epoch)
         self.lender.peer_quiet(peer, epoch)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether all requests have ended, and only their rows may be held."""
+        ended = all(session.error is not None for session in self.receives.sessions.values())
+        return ended and all(session.reported for session in self.sends.sessions.values())
 
     def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)

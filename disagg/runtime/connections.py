@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from disagg.backends.abilities import renewal_due
+from disagg.backends.abilities import Renewable, is_renewed, renewal_due
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.core import _native
 from disagg.core.errors import DisaggError, PeerIncompatible
@@ -30,6 +30,10 @@ MAX_CONNECTING = 4
 PROCESS_CHECK_S = 0.5
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """The first and the longest delay between fences: it doubles, and begins anew when the rank's process ends."""
+RENEW_AFTER_S, RENEW_AGAIN_S = 10.0, 60.0
+"""How long an engine that serves no new request is kept for those under way, and the first pause between two renewals: it
+doubles while they do not help.
+"""
 MAX_FENCING = 4096
 """Beyond this the oldest lost ranks are given up: their rows stay quarantined."""
 
@@ -50,7 +54,7 @@ class _Fencing:
 
 class Connections:
     """The control thread calls all of this but `_run`. `command` runs a function there, and `on_connected` is called there
-    for each rank that transfers may go to.
+    for each rank that transfers may go to. `renewal_due` says why the engine must be closed and started again.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Connections:
         processes: PeerProcesses,
         command: Callable[[Callable[[float], None]], None],
         on_connected: Callable[[PeerRank], None],
+        renewal_due: Callable[[], str],
     ) -> None:
         self._backend = backend
         self._handshake = handshake
@@ -71,13 +76,17 @@ class Connections:
         self._processes = processes
         self._command = command
         self._on_connected = on_connected
+        self._renewal_due = renewal_due
         self._threads: list[threading.Thread] = []
         self._slots = {failed: threading.BoundedSemaphore(MAX_CONNECTING) for failed in (False, True)}
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}  # by epoch
         self._fence_at = NEVER
         self._next_check = 0.0
+        self._due_since = self._renew_at = 0.0
+        self._renew_again_s = RENEW_AGAIN_S
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.num_losses: Counter[str] = Counter()
+        self.num_renewals = 0
 
     @property
     def num_fencing(self) -> int:
@@ -102,11 +111,40 @@ class Connections:
         for peer, found in self._handshake.peers() if self._processes.have_ended() else ():
             self._check_process(peer, found.remote, now)
         try:
-            engine = renewal_due(self._backend)
+            self._check_engine(now)
         except BaseException as error:  # noqa: BLE001 (an engine of a third party's)
-            engine = f"the engine cannot say whether that is so: {type(error).__name__}: {error}"
-        if due := "; ".join(filter(None, (self._sessions.lender.problem, engine))):
-            self._warnings.warning("%s: this manager must be closed and built anew: %s", self._handshake.me, due)
+            what = "%s: whether the engine must be started again is unknown: %s: %s"
+            self._warnings.warning(what, self._handshake.me, type(error).__name__, error)
+
+    def _check_engine(self, now: float) -> None:
+        """Start an engine that is due again once no request is open, or late if it serves no new one."""
+        due = self._renewal_due()
+        if not due:
+            self._due_since, self._renew_again_s = now, RENEW_AGAIN_S
+            return
+        self._warnings.warning("%s: the engine must be closed and started again: %s", self._handshake.me, due)
+        serves_none = self._sessions.lender.has_none or renewal_due(self._backend) != ""
+        is_late = serves_none and now >= self._due_since + RENEW_AFTER_S
+        if isinstance(self._backend, Renewable) and now >= self._renew_at and (is_late or self._sessions.are_idle):
+            self.renew(self._backend, now)
+
+    def renew(self, backend: Renewable, now: float) -> None:
+        """Peers connect to the new engine anew. The end of the old one proves that lost ranks of other machines are quiet."""
+        me, began = self._handshake.me, time.monotonic()
+        self._renew_at, self._renew_again_s = now + self._renew_again_s, 2 * self._renew_again_s
+        try:
+            backend.renew()
+        except BaseException:
+            logger.exception("%s: the engine does not start again", me)
+        else:
+            self.num_renewals += 1
+            logger.warning("%s: the engine was started again, in %.1f s", me, time.monotonic() - began)
+        self._handshake.renewed()
+        for peer, found in self._handshake.peers():
+            if found.remote is not None and is_renewed(self._backend, found.remote.engine):
+                self._peers.on_unreachable(peer, "this rank has started its engine again", now)
+        for fencing in self._fencing.values():
+            fencing.next_at = self._fence_at = now
 
     def _check_process(self, peer: PeerRank, rank: RemoteRank | None, now: float) -> None:
         if rank is not None and rank.process is not None and rank.process.has_ended():
@@ -158,6 +196,9 @@ class Connections:
             if rank is not None:
                 self._handshake.discard(ready.peer, rank)
             return
+        if rank is not None and is_renewed(self._backend, rank.engine):
+            self._handshake.discard(ready.peer, rank)
+            rank, problem = None, "this rank has started its engine again"
         peer.connecting, peer.failed = None, rank is None
         if rank is None:
             self._warnings.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
@@ -206,4 +247,6 @@ class Connections:
                 del self._fencing[peer, epoch]
                 self._sessions.peer_quiet(peer, epoch=epoch)
                 logger.info("%s: lost %s is proved quiet", self._handshake.me, peer)
+            elif fence is Fence.CLOSED:
+                self._sessions.peer_closed(peer, epoch=epoch)
         self._fence_at = min((each.next_at for each in self._fencing.values()), default=NEVER)

@@ -199,6 +199,10 @@ class Handshake:
             direct=direct,
         )
 
+    def renewed(self) -> None:
+        """The engine has another endpoint."""
+        self._endpoint = b""
+
     def _own_endpoint(self) -> bytes:
         self._endpoint = self._endpoint or self._backend.endpoint()
         return self._endpoint

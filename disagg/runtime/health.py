@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from disagg.backends.abilities import renewal_due
 from disagg.core.leases import LeaseState
 from disagg.protocol.messages import PROTOCOL_VERSION
 from disagg.requests import Sender
@@ -32,9 +31,10 @@ class Health:
     """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
     Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
 
-    `renewal_due` says why to close this manager and build another over the same pools: more requests are quarantined than
+    `renewal_due` says why the engine should be closed and started again: more requests are quarantined than
     `Limits.max_quarantined`, lost peers may still write to most of the staging slots, or the engine will never serve new
-    peers again. The end of an engine proves most rows quiet.
+    peers again. The manager does so by itself if the engine can. If `renewal_due` stays, close this manager and build another
+    over the same pools.
     """
 
     ok: bool
@@ -65,14 +65,8 @@ def health_of(runtime: Runtime) -> Health:
         num_sending=senders[True],
         quarantined=counts,
         pack_below=runtime.pack_below,
-        renewal_due=_renewal_due(runtime, sum(counts.values())),
+        renewal_due=runtime.renewal_due(),
     )
-
-
-def _renewal_due(runtime: Runtime, num_quarantined: int) -> str:
-    limit = runtime.limits.max_quarantined
-    too_many = f"requests with quarantined rows: {num_quarantined}, of {limit} at most" if num_quarantined > limit else ""
-    return "; ".join(filter(None, (too_many, runtime.sessions.lender.problem, renewal_due(runtime.backend))))
 
 
 def unready(runtime: Runtime) -> str:
@@ -128,9 +122,9 @@ class Reader(Collector):
             ("peer_ranks_connected", "Ranks of a known peer that are connected.", "peer", ranks),
             (
                 "renewal_due",
-                "1 if this manager should be closed and built anew; the log says why.",
+                "1 while the engine should be closed and started again; the log says why.",
                 None,
-                {"": _renewal_due(runtime, sum(requests.values())) != ""},
+                {"": runtime.renewal_due() != ""},
             ),
             ("pack_below_bytes", "Pieces below this size travel packed.", None, {"": runtime.pack_below}),
             ("quarantined_rows", "Rows that are not proved quiet.", "reason", rows),
@@ -145,6 +139,7 @@ class Reader(Collector):
             ("transfers", "Transfers that have settled.", None, {"": stats.transfers}),
             ("transfer_failures", "Transfers that have failed.", None, {"": stats.failures}),
             ("pieces", "Pieces posted to the engine.", None, {"": stats.pieces}),
+            ("engine_renewals", "How often the engine was started again.", None, {"": runtime.connections.num_renewals}),
         )
         yield from (family(GaugeMetricFamily, row) for row in gauges)
         yield from (family(CounterMetricFamily, row) for row in counters)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.backends import registry
-from disagg.backends.abilities import QuietWhenClosed
+from disagg.backends.abilities import QuietWhenClosed, renewal_due
 from disagg.backends.base import Backend, BackendOptions
 from disagg.core.address import advertised_address
 from disagg.core.errors import LocalProtocolError
+from disagg.core.leases import LeaseState
 from disagg.core.memory import merge_regions
 from disagg.core.topology import Topology
 from disagg.ending import Ending
@@ -206,6 +207,7 @@ class Runtime:
             processes=self.processes,
             command=self.commands.put,
             on_connected=self._on_connected,
+            renewal_due=self.renewal_due,
         )
         self.dispatch = Dispatch(
             channel=self.channel,
@@ -303,6 +305,13 @@ class Runtime:
     @property
     def inherited(self) -> str:
         return self.lifetime.inherited
+
+    def renewal_due(self) -> str:
+        """Why the engine must be closed and started again; empty while it works."""
+        found = sum(each.lease.state is LeaseState.QUARANTINED for each in self.requests.leased_sessions())
+        limit = self.limits.max_quarantined
+        too_many = f"requests with quarantined rows: {found}, of {limit} at most" if found > limit else ""
+        return "; ".join(filter(None, (too_many, self.sessions.lender.problem, renewal_due(self.backend))))
 
     def queue_depths(self) -> dict[str, int]:
         return {

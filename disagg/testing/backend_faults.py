@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from disagg.backends import registry as backends
-from disagg.backends.abilities import QuietWhenClosed
+from disagg.backends.abilities import QuietWhenClosed, Renewable, is_renewed, renewal_due
 from disagg.backends.base import Backend, BackendOptions, Fence, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
@@ -166,6 +166,16 @@ class FaultyBackend:
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         found = self.inner.fence(peer, epoch=epoch)
         return found if self.faults.fencing else Fence.QUIET
+
+    def renewal_due(self) -> str:
+        return renewal_due(self.inner)
+
+    def renew(self) -> None:
+        if isinstance(self.inner, Renewable):
+            self.inner.renew()
+
+    def is_renewed(self, peer: RemotePeer) -> bool:
+        return is_renewed(self.inner, peer)
 
     def is_quiet_when_closed(self) -> bool:
         """Delayed transfers are not posted after `close`."""

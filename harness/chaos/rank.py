@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
+from disagg.backends.abilities import Renewable
 from disagg.backends.base import StagingShape
 from disagg.core.errors import DisaggError
 from disagg.core.leases import Lease, LeaseState
@@ -120,6 +121,10 @@ class Rank:
         self._threads.clear()
         self.manager = self._open(address)
 
+    def _renew(self) -> None:
+        runtime = self.manager._runtime
+        runtime.command(lambda now: runtime.connections.renew(cast(Renewable, runtime.backend), now))
+
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` after that time."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._count), action))
@@ -160,6 +165,8 @@ class Rank:
                 self.manager.remove_peer(message["peer"])
             case "reopen":
                 self._reopen()
+            case "renew":
+                self._renew()
             case "execute":
                 os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(3600)"])
             case "job":

@@ -252,6 +252,25 @@ def reopen(chaos: Chaos) -> None:
     chaos.receives_again(what)
 
 
+def renew(chaos: Chaos) -> None:
+    """Let a rank start its engine again, sometimes while a peer is stopped, which then goes on with what it was writing."""
+    rng = chaos.rng
+    rank = rng.choice(chaos.live())
+    stopped = rng.choice([None, *chaos.opposite(rank)])
+    chaos.report.faults["renew"] += 1
+    chaos.wait(rng.random() * 0.2)
+    if stopped is not None:
+        stopped.stop()
+        chaos.wait(rng.random() * 0.3)
+    rank.send({"op": "renew"})
+    chaos.wait(rng.random())
+    if stopped is not None:
+        stopped.go_on()
+    what = f"{rank.name} started its engine again" + (f" while {stopped.name} was stopped" if stopped is not None else "")
+    chaos.heal("renew", what)
+    chaos.receives_again(what)
+
+
 def alias(chaos: Chaos) -> None:
     """Configure a peer a second time on one rank, under another name. Requests by the right name must go on."""
     rng = chaos.rng
@@ -316,13 +335,14 @@ KINDS: Mapping[str, Kind] = {
     "reset-all": Kind(functools.partial(reset, whole=True), 2, hosts=(2,), needs_resets=True, may_quarantine=True),
     "compete": Kind(compete, 2, hosts=(1, 2)),
     "reopen": Kind(reopen, 2, may_quarantine=True),
+    "renew": Kind(renew, 2, hosts=(1, 2), may_quarantine=True),
     "alias": Kind(alias, 1),
     "execute": Kind(execute, 1),
     "disorder": Kind(disorder, 1, hosts=(1, 2)),
     "descriptors": Kind(descriptors, 1),
     "many-peers": Kind(many_peers, 1),
 }
-OVER_RDMA = ("kill", "give-up", "stop", "compete", "lose", "down")
+OVER_RDMA = ("kill", "give-up", "stop", "compete", "lose", "down", "renew")
 """The kinds that run over RDMA by default."""
 
 

@@ -85,6 +85,7 @@ def threads_of_peers() -> set[threading.Thread]:
 
 class TestMooncakeContract(BackendContract):
     fences_dead_neighbours = True
+    closes_when_renewed = True
 
     def factory(self) -> BackendFactory:
         return MooncakeBackend

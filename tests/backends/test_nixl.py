@@ -63,8 +63,16 @@ class TestNixlContract(_Contract):
 
 
 class TestNixlTcpContract(_Contract):
+    closes_when_renewed = True
+
     def options(self) -> BackendOptions:
         return TCP
+
+    @pytest.fixture(autouse=True)
+    @staticmethod
+    def other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Peers' processes are of another machine than this one."""
+        monkeypatch.setattr("disagg.backends.nixl.backend.machine_identity", lambda: "another")
 
 
 class TestNixlShmContract(_Contract):

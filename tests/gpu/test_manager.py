@@ -47,8 +47,8 @@ class Rank:
         torch.cuda.synchronize()
 
 
-def start(model: KVModel, side: Side, name: str, device: str) -> list[Rank]:
-    """Start every rank of an instance on one GPU."""
+def start(model: KVModel, side: Side, name: str, device: str, **settings: Any) -> list[Rank]:
+    """Start every rank of an instance on one GPU. `settings` are arguments of `KVManager`."""
     import torch
 
     ranks: list[Rank] = []
@@ -70,8 +70,8 @@ def start(model: KVModel, side: Side, name: str, device: str) -> list[Rank]:
             topology=topology,
             components=[paged.gqa(tensors, axes=side.axes, num_kv_heads=model.num_kv_heads, topology=topology)],
             model=ModelId("toy"),
-            backend=NvlinkBackend,
             leader=ranks[0].manager.address if ranks else None,
+            **{"backend": NvlinkBackend, **settings},
         )
         ranks.append(Rank(spec, tensors, manager))
     return ranks

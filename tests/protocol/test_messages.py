@@ -149,7 +149,7 @@ def test_every_message_has_a_sample_and_a_golden_file() -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_encoded_messages_equal_the_golden_files(name: str) -> None:
     golden = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
-    assert PROTOCOL_VERSION == 6
+    assert PROTOCOL_VERSION == 7
     assert encode(SAMPLES[name]) == golden
     assert decode(golden) == SAMPLES[name]
 

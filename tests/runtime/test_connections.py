@@ -16,7 +16,14 @@ from disagg.backends.base import Fence
 from disagg.core.errors import DisaggError
 from disagg.protocol.peer_effects import Lost, Ready
 from disagg.protocol.types import PeerRank
-from disagg.runtime.connections import MAX_CONNECTING, MAX_FENCE_S, PROCESS_CHECK_S, Connections
+from disagg.runtime.connections import (
+    MAX_CONNECTING,
+    MAX_FENCE_S,
+    PROCESS_CHECK_S,
+    RENEW_AFTER_S,
+    RENEW_AGAIN_S,
+    Connections,
+)
 from disagg.runtime.handshake import Peer
 
 PEER, OTHER = PeerRank("prefill", 0), PeerRank("prefill", 1)
@@ -42,7 +49,7 @@ class Fences:
             have_ended=lambda: False,
             is_direct=lambda *_: False,
             peer_lost=lambda *_, **__: None,
-            lender=SimpleNamespace(problem=""),
+            lender=SimpleNamespace(problem="", has_none=False),
         )
         nothing.disconnect = lambda peer, _: SimpleNamespace(engine=peer, process=process)
         nothing.peer_quiet = lambda peer, **_: self.quiet.append(peer)
@@ -54,6 +61,7 @@ class Fences:
             processes=nothing,
             command=lambda _: None,
             on_connected=lambda _: None,
+            renewal_due=lambda: "",
         )
         self.connections.lose(Lost(PEER, 1, 0, "it is silent"), self.now)
 
@@ -103,14 +111,14 @@ def test_a_rank_is_fenced_soon_after_its_process_ends_however_long_it_was_silent
     assert times[-1] - times[-2] == pytest.approx(MAX_FENCE_S)
 
 
-class Asked(Fences):
-    def renewal_due(self) -> str:
+def test_an_engine_that_raises_when_it_is_asked_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def ask() -> str:
         raise SystemExit("an engine of a third party's")
 
-
-def test_an_engine_that_raises_when_it_is_asked_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert Asked(None).run(LATE)
-    assert "the engine cannot say whether that is so: SystemExit" in caplog.text
+    fences = Fences(None)
+    fences.connections._renewal_due = ask
+    assert fences.run(LATE)
+    assert "whether the engine must be started again is unknown: SystemExit" in caplog.text
 
 
 def test_a_fence_without_a_descriptor_proves_nothing_and_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,6 +159,7 @@ def test_ranks_that_could_not_be_connected_hold_up_no_others() -> None:
         processes=given,
         command=commands.append,
         on_connected=lambda _: None,
+        renewal_due=lambda: "",
     )
 
     def connect(*ranks: PeerRank) -> None:
@@ -168,3 +177,97 @@ def test_ranks_that_could_not_be_connected_hold_up_no_others() -> None:
     assert connected.wait(60)
     go_on.set()
     connections.join(60)
+
+
+class Renewed(Fences):
+    """The engine proves that ranks of other hosts are quiet once it has been started again. It is due while `due`."""
+
+    def __init__(self) -> None:
+        self.renewed: list[float] = []
+        self.unreachable: list[PeerRank] = []
+        self.due = self.engine_due = ""
+        self.starts = True
+        self.closed: list[PeerRank] = []
+        super().__init__(None)
+        self.ranks = {OTHER: Peer(remote=SimpleNamespace(engine=OTHER, process=None))}  # type: ignore[arg-type]
+        given: Any = self.connections._sessions
+        self.given = given
+        self.given.peers = lambda: list(self.ranks.items())
+        self.given.are_idle = True
+        self.given.renewed = lambda: None
+        self.given.peer_closed = lambda peer, **_: self.closed.append(peer)
+        self.given.on_unreachable = lambda peer, *_: self.unreachable.append(peer)
+        self.connections._renewal_due = lambda: self.due
+
+    def renewal_due(self) -> str:
+        return self.engine_due
+
+    def renew(self) -> None:
+        self.renewed.append(self.now)
+        if not self.starts:
+            raise DisaggError("no device")
+        self.answers[PEER] = Fence.CLOSED
+
+    def is_renewed(self, _: PeerRank) -> bool:
+        return bool(self.renewed)
+
+
+def test_an_engine_that_is_due_is_started_again_between_requests(caplog: pytest.LogCaptureFixture) -> None:
+    fences = Renewed()
+    fences.run(5.0)
+    assert not fences.renewed
+    fences.due, fences.given.are_idle = "2 of 3 slots are lost", False
+    fences.run(50.0)
+    assert not fences.renewed
+    assert "the engine must be closed and started again: 2 of 3 slots" in caplog.text
+    fences.given.are_idle = True
+    fences.run(60.0)
+    assert fences.renewed == [pytest.approx(50.0, abs=PROCESS_CHECK_S)]
+    assert fences.unreachable == [OTHER]
+    assert set(fences.closed) == {PEER}
+    assert fences.connections.num_fencing == 1, "what this side had sent may still land"
+    assert fences.connections.num_renewals == 1
+
+
+@pytest.mark.parametrize("lacking", ["slots", "engine"])
+def test_an_engine_that_serves_no_new_request_is_started_again_after_a_while(lacking: str) -> None:
+    fences = Renewed()
+    fences.given.are_idle = False
+    fences.run(5.0)
+    fences.due = "it serves nobody"
+    if lacking == "slots":
+        fences.given.lender.has_none = True
+    else:
+        fences.engine_due = fences.due
+    fences.run(5.0 + RENEW_AFTER_S - PROCESS_CHECK_S)
+    assert not fences.renewed
+    fences.run(60.0)
+    assert len(fences.renewed) == 1
+
+
+def test_pauses_between_renewals_that_do_not_help_double(caplog: pytest.LogCaptureFixture) -> None:
+    fences = Renewed()
+    fences.run(5.0)
+    fences.due, fences.starts = "2 of 3 slots are lost", False
+    fences.run(500.0)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(fences.renewed)]
+    assert pauses == [pytest.approx(RENEW_AGAIN_S * factor, abs=1) for factor in (1, 2, 4)]
+    assert "the engine does not start again" in caplog.text
+    assert fences.connections.num_renewals == 0
+    fences.due = ""
+    fences.run(501.0)
+    assert fences.connections._renew_again_s == RENEW_AGAIN_S
+
+
+def test_a_rank_that_was_connected_by_the_engine_before_connects_again() -> None:
+    refused, added, discarded = list[str](), list[PeerRank](), list[PeerRank]()
+    fences = Renewed()
+    fences.renew()
+    peer, ready = Peer(), Ready(OTHER, 1, None)  # type: ignore[arg-type]
+    peer.connecting = ready
+    fences.given.discard = lambda rank, _: discarded.append(rank)
+    fences.given.add = lambda rank, _: added.append(rank)
+    fences.given.refuse = lambda _rank, problem, *_, **__: refused.append(problem)
+    fences.connections._finish(ready, peer, SimpleNamespace(engine=OTHER), "", False, 0.0)  # type: ignore[arg-type]
+    assert (added, discarded) == ([], [OTHER])
+    assert refused == ["this rank has started its engine again"]

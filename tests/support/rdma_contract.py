@@ -20,6 +20,7 @@ class RdmaContract(BackendContract):
     """Adds to the contract that the bytes went through the device."""
 
     backend_class: type[MooncakeBackend] | type[NixlBackend]
+    closes_when_renewed = True
     context: ClassVar[StartContext] = multiprocessing.get_context("forkserver")
 
     def factory(self) -> BackendFactory:

@@ -21,7 +21,8 @@ only when nothing posted behind it is under way, so all that waits is posted tog
 
 A peer's writes come by connections that this engine has accepted, and may wait in a socket buffer after the peer's end. So
 over TCP `fence` is `QUIET` only if the peer's pidfd shows its end, and none of these connections was reset or has a far end
-without an owner.
+without an owner. Closing the engine ends its connections and NICs' access to memory here: `renew` makes the fence `CLOSED`,
+except between GPUs, whose memory a peer may have mapped.
 
 The engine listens on all addresses without authentication, so off loopback this backend requires `trusted_network=True`.
 """
@@ -32,6 +33,7 @@ import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -72,9 +74,20 @@ _DECODER = msgspec.msgpack.Decoder(MooncakeDescriptor)
 
 
 class MooncakePeer(AdapterPeer):
-    def __init__(self, queue: PeerQueue, process: ProcessWatch | None, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+    """`engine`: the one that is connected to it."""
+
+    def __init__(
+        self,
+        queue: PeerQueue,
+        engine: weakref.ref[Engine],
+        process: ProcessWatch | None,
+        regions: Sequence[RemoteRegion],
+        *,
+        epoch: int,
+    ) -> None:
         super().__init__(regions, epoch=epoch)
         self.queue = queue
+        self.engine = engine
         self.process = process
 
 
@@ -89,14 +102,12 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         super().__init__(peers=MooncakePeer, descriptors=_DECODER)
         self._protocol = choose_protocol(options)
         check_environment(options, self._protocol)
-        module = import_engine()
+        self._options = options
+        self._module = module = import_engine()
         if self._protocol == "tcp":
             check_acknowledges(module)
         self._opcodes = Opcodes(write=module.TransferOpcode.Write, read=module.TransferOpcode.Read)
-        with new_listeners() as listening:
-            engine = start_engine(module, options, self._protocol)
-        self._engine: Engine | None = engine
-        self._descriptor = MooncakeDescriptor(options.host, engine.get_rpc_port(), self._protocol, ports_of(listening))
+        self._start()
         self._limit = outstanding_limit()
         self._split = NVLINK_SPLIT_NBYTES if self._protocol == "nvlink_intra" else SPLIT_NBYTES
         self._gpu: Gpu | None = None
@@ -105,6 +116,13 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._engines: dict[str, list[Ports]] = {}
         self._connections = EngineConnections()
         self._lock = threading.Lock()
+
+    def _start(self) -> None:
+        with new_listeners() as listening:
+            engine = start_engine(self._module, self._options, self._protocol)
+        self._engine: Engine | None = engine
+        self._descriptor = MooncakeDescriptor(self._options.host, engine.get_rpc_port(), self._protocol, ports_of(listening))
+        self.is_open = True
         logger.info("Mooncake engine at %s, transport %s", self._descriptor.session, self._protocol)
 
     @staticmethod
@@ -122,9 +140,13 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return self._protocol
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        engine = self._running()
         self.check_not_registered()
         merged = merge_regions(regions)
+        self._register(merged)
+        self.set_registered(merged)
+
+    def _register(self, merged: Sequence[MemoryRegion | RemoteRegion]) -> None:
+        engine = self._running()
         rows = list(merged)
         if self._protocol != "nvlink_intra":
             # The warm-up reads into it; devices want it registered.
@@ -138,7 +160,6 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             if gpu is not None:
                 gpu.release()
             raise ConfigError(f"backend 'mooncake': the engine does not take {len(merged)} regions (status {status})")
-        self.set_registered(merged)
         self._gpu = gpu
 
     def endpoint(self) -> bytes:
@@ -146,17 +167,18 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> MooncakePeer:
         """Waits up to 10 s for the peer's answer."""
-        engine = self._running()
+        self.check_open()
         descriptor, regions = self.decode(endpoint)
         if not descriptor.host or not 0 < descriptor.port < 2**16:
             raise RemoteProtocolError(f"endpoint of backend 'mooncake': no address: {descriptor.session!r}")
         if descriptor.protocol != self._protocol:
             raise PeerUnreachable(f"peer {descriptor.session} uses {descriptor.protocol!r}, this engine {self._protocol!r}")
-        if (status := engine.send_probe(descriptor.session)) != 0:
+        if (status := self._running().send_probe(descriptor.session)) != 0:
             found = ip_refusal(descriptor.host) or f"backend 'mooncake': no engine answers at {descriptor.session}"
             raise PeerUnreachable(f"{found} (status {status})")
         self._connections.add(descriptor.ports)
-        peer = MooncakePeer(self._queue(engine, descriptor, regions), process, regions, epoch=epoch)
+        queue, engine = self._queue(descriptor, regions)
+        peer = MooncakePeer(queue, engine, process, regions, epoch=epoch)
         try:
             self._warm(peer, descriptor)
         except PeerUnreachable:
@@ -164,9 +186,10 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             raise
         return peer
 
-    def _queue(self, engine: Engine, descriptor: MooncakeDescriptor, regions: Iterable[RemoteRegion]) -> PeerQueue:
-        """One queue for all its epochs: the engine limits pieces per address."""
+    def _queue(self, descriptor: MooncakeDescriptor, regions: Iterable[RemoteRegion]) -> tuple[PeerQueue, weakref.ref[Engine]]:
+        """One queue for all its epochs: the engine limits pieces per address. Also returns the engine."""
         with self._lock:
+            engine = self._running()
             session = self._spelled(descriptor)
             self._queues = [each for each in self._queues if each.is_running]
             queue = next((each for each in self._queues if each.session == session and each.acquire()), None)
@@ -182,7 +205,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
                     readable=self._readable_of(regions),
                 )
                 self._queues.append(queue)
-            return queue
+            return queue, weakref.ref(engine)
 
     def _readable_of(self, regions: Iterable[RemoteRegion]) -> Pieces | None:
         """A byte of the peer for each connection; `None` where none may be read."""
@@ -227,9 +250,12 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """See the module."""
         own = self.at_epoch(peer, epoch)
-        if own is None or own.process is None or not self.is_quiet_after(own.process):
+        if own is None:
             return Fence.UNKNOWN
-        return Fence.QUIET
+        if own.process is not None and self.is_quiet_after(own.process):
+            return Fence.QUIET
+        is_over = own.engine() is None  # it was destroyed
+        return Fence.CLOSED if is_over and self._protocol != "nvlink_intra" else Fence.UNKNOWN
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Over TCP only."""
@@ -262,13 +288,25 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         if gpu is not None:
             gpu.release()
 
+    def renewal_due(self) -> str:
+        return ""
+
+    def renew(self) -> None:
+        self.close()
+        with self._lock:
+            self._start()
+        self._register(self.index.regions)
+
+    def is_renewed(self, peer: RemotePeer) -> bool:
+        return isinstance(peer, MooncakePeer) and peer.engine() is not self._engine
+
     def _running(self) -> Engine:
         if self._engine is None:
             raise LocalProtocolError("backend 'mooncake': the engine has been closed")
         return self._engine
 
 
-def _gpu_of(regions: Iterable[MemoryRegion]) -> Gpu | None:
+def _gpu_of(regions: Iterable[MemoryRegion | RemoteRegion]) -> Gpu | None:
     """The GPU that all memory is on, or `None`.
 
     It must be current where the engine may open a peer's memory, which it otherwise opens for GPU 0: copies from another GPU

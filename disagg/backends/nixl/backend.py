@@ -15,8 +15,9 @@
 NIXL proves nothing about what the *peer's* engine posted to memory here. Over TCP not even the end of the peer does: what it
 had sent waits in socket buffers until this side's progress thread applies it. So `fence` is `QUIET` only if the peer's pidfd
 shows its end, and no socket between the two engines, opened by either, was reset or has a far end without an owner. A
-process that executes another program keeps UCX's sockets, which this side then ends. `fence` is `UNKNOWN` for other hosts,
-and wherever a NIC or a GPU may move bytes.
+process that executes another program keeps UCX's sockets, which this side then ends. It is never `QUIET` for other hosts,
+nor wherever a NIC or a GPU may move bytes. But closing the engine ends its sockets and NICs' access to memory here, so for
+other machines `renew` makes it `CLOSED`. Another container of this machine may have mapped a GPU's memory.
 
 NIXL does not report which transport UCX chose. `tcp` and `rdma` allow no other. `shm` has to allow TCP for UCX's own
 messages. UCX prefers CMA (`process_vm_writev`) for data wherever it works, which `connect` tries against each peer: a
@@ -59,9 +60,9 @@ from disagg.backends.nixl.requests import NixlPeer, NixlTransfer, Requests
 from disagg.backends.nixl.ucx import CERTAIN, conflicts, has_rdma, ucx_settings
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerIncompatible, PeerUnreachable, RemoteProtocolError
-from disagg.core.memory import CPU, MemoryRegion, merge_regions
+from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.environment import environment
-from disagg.machine.processes import ProcessWatch, copy_refusal
+from disagg.machine.processes import ProcessWatch, copy_refusal, machine_identity
 from disagg.machine.tcp import EngineConnections, EngineSockets, Ports, complete, new_listeners, ports_of
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class NixlDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     agent: str
     metadata: bytes
     digest: bytes
+    machine: str
     ports: Ports = ()
 
 
@@ -107,25 +109,30 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             raise BackendUnavailable(f"backend 'nixl': require={options.require.value!r}: {'; '.join(self._conflicts)}")
         for conflict in self._conflicts:
             logger.warning("backend 'nixl': %s; the environment wins", conflict)
-        with environment(settings), new_listeners() as self._listening:
-            self._nixl = Bindings()
-            self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}-{self._nixl.version}"
-            self._agent, self._ucx = self._start()
-        self._ports = ports_of(self._listening)
+        self._settings = settings
+        self._nixl = Bindings()
         self._connections = EngineConnections()
-        self._requests = Requests(self._nixl, self._agent, self._ucx)
         self._scratch = np.zeros(64, np.uint8)  # for the first byte from each peer
-        self._registered: list[Any] = []
-        self._remote: dict[str, tuple[bytes, int]] = {}  # metadata, and number of users
-        self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded
         self._transports: set[str] = set()
         self._neighbours: dict[ProcessWatch | None, frozenset[int] | None] = {}  # with their engines' ports, if all are known
         if options.require is Transport.SHM and (refusal := copy_refusal(os.getpid(), self._scratch.ctypes.data)):
             raise BackendUnavailable(f"backend 'nixl': require='shm': {refusal}")
+        self._start()
+
+    def _start(self) -> None:
+        with environment(self._settings), new_listeners() as self._listening:
+            self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}-{self._nixl.version}"
+            self._agent, self._ucx = self._start_agent()
+        self._ports = ports_of(self._listening)
+        self._requests = Requests(self._nixl, self._agent, self._ucx)
+        self._registered: list[Any] = []
+        self._remote: dict[str, tuple[bytes, int]] = {}  # metadata, and number of users
+        self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded
+        self.is_open = True
         with self._nixl.mapped("registering"):
             self._register(CPU.kind, [(self._scratch.ctypes.data, self._scratch.nbytes, 0)])
 
-    def _start(self) -> tuple[Any, int]:
+    def _start_agent(self) -> tuple[Any, int]:
         global _pid  # noqa: PLW0603 - a fact about the process
         if _pid not in {None, os.getpid()}:
             raise BackendUnavailable(
@@ -170,12 +177,15 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         with self._lock:
             self.check_not_registered()
             merged = merge_regions(regions)
-            try:
-                for kind in sorted({region.device.kind for region in merged}):
-                    self._register(kind, [(r.address, r.nbytes, r.device.index) for r in merged if r.device.kind == kind])
-            except self._nixl.errors as error:
-                raise ConfigError(f"backend 'nixl': NIXL cannot serve this memory: {error}: {merged}") from error
+            self._register_all(merged)
             self.set_registered(merged)
+
+    def _register_all(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
+        try:
+            for kind in sorted({region.device.kind for region in regions}):
+                self._register(kind, [(r.address, r.nbytes, r.device.index) for r in regions if r.device.kind == kind])
+        except self._nixl.errors as error:
+            raise ConfigError(f"backend 'nixl': NIXL cannot serve this memory: {error}: {list(regions)}") from error
 
     def _register(self, kind: str, rows: list[tuple[int, int, int]]) -> None:
         descriptors = self._nixl.module.nixlRegDList(self._nixl.memory_kind(kind), np.array(rows, dtype=np.uint64))
@@ -186,7 +196,8 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         with self._lock, self._nixl.mapped("reading the agent's metadata"):
             self.check_open()
             metadata = bytes(self._agent.getLocalMD())
-        return self.endpoint_with(NixlDescriptor(self._agent_name, metadata, _digest(metadata), self._ports))
+        descriptor = NixlDescriptor(self._agent_name, metadata, _digest(metadata), machine_identity(), self._ports)
+        return self.endpoint_with(descriptor)
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
@@ -196,11 +207,19 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         if _digest(descriptor.metadata) != descriptor.digest:
             raise RemoteProtocolError("endpoint of backend 'nixl': the metadata is damaged: its digest differs")
         self._check_version(descriptor.agent)
-        peer = NixlPeer(descriptor.agent, process, self._connections, regions, epoch=epoch)
+        peer = NixlPeer(
+            descriptor.agent,
+            descriptor.machine,
+            process,
+            self._connections,
+            regions,
+            requests=self._requests,
+            epoch=epoch,
+        )
         known, ports = self._neighbours.get(process, frozenset()), complete(descriptor.ports)
         self._neighbours[process] = None if known is None or ports is None else known.union(ports)
         with self._connections.connecting(descriptor.ports):  # UCX also answers by them, when nobody here waits for anything
-            self._load(descriptor)
+            self._load(descriptor, peer)
             try:
                 transport = self._infer(peer)
                 self._warm_up(peer)
@@ -219,9 +238,9 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
                 f"backend 'nixl': expected the peer's NIXL to be {self._nixl.version}, as here, found {version!r:.60}"
             )
 
-    def _load(self, descriptor: NixlDescriptor) -> None:
+    def _load(self, descriptor: NixlDescriptor, peer: NixlPeer) -> None:
         with self._lock:
-            self.check_open()
+            self.reachable(peer)
             self._unanswered = [read for read in self._unanswered if read.poll() is TransferStatus.PENDING]
             metadata, users = self._remote.get(descriptor.agent, (descriptor.metadata, 0))
             if descriptor.agent == self._agent_name or metadata != descriptor.metadata:
@@ -290,14 +309,17 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         with self._lock:
             if isinstance(peer, NixlPeer) and peer.connected:
                 peer.connected = False
-                self._drop(peer.agent)
+                self._drop(peer)
 
     def _hold(self, agent: str) -> None:
         """NIXL gives no status of a request once its agent has been unloaded."""
         metadata, users = self._remote[agent]
         self._remote[agent] = (metadata, users + 1)
 
-    def _drop(self, agent: str) -> None:
+    def _drop(self, peer: NixlPeer) -> None:
+        if peer.requests is not self._requests:
+            return
+        agent = peer.agent
         metadata, users = self._remote.pop(agent, (b"", 0))
         if users > 1:
             self._remote[agent] = (metadata, users - 1)
@@ -313,10 +335,14 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """See the module."""
         own = self.at_epoch(peer, epoch)
-        if own is None or own.process is None or not self.is_quiet_after(own.process):
+        if own is None:
             return Fence.UNKNOWN
-        own.over = True
-        return Fence.QUIET
+        if own.process is not None and self.is_quiet_after(own.process):
+            own.over = True
+            return Fence.QUIET
+        here = machine_identity()
+        is_elsewhere = own.machine != "" and here not in ("", own.machine)
+        return Fence.CLOSED if self.is_renewed(own) and is_elsewhere else Fence.UNKNOWN
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Also proves that nothing that it sent can still arrive."""
@@ -341,6 +367,15 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             "backend 'nixl': UCX has closed the socket on which it accepts peers, as it does if one connects while this "
             "process has no free descriptor; peers that are connected go on, new ones are refused"
         )
+
+    def renew(self) -> None:
+        with self._lock:
+            self.close()
+            self._start()
+            self._register_all(self.index.regions)
+
+    def is_renewed(self, peer: RemotePeer) -> bool:
+        return isinstance(peer, NixlPeer) and peer.requests is not self._requests
 
     @property
     def _by_sockets(self) -> bool:
@@ -368,15 +403,14 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         with self._lock:
             if transfer.status is not TransferStatus.PENDING:  # another thread was here
                 return
-            if not self.is_open:
+            if transfer.peer.requests.are_closed:
                 transfer.give_up("the engine was closed while the transfer was pending")
             elif not self._requests.poll(transfer):
-                self._drop(transfer.peer.agent)
+                self._drop(transfer.peer)
 
     def release(self, transfer: NixlTransfer) -> None:
         with self._lock:
-            if self.is_open:
-                self._requests.release(transfer.handles)
+            transfer.peer.requests.release(transfer.handles)
             transfer.handles = []
 
     def close(self) -> None:

@@ -30,20 +30,26 @@ class NixlPeer(AdapterPeer):
     def __init__(
         self,
         agent: str,
+        machine: str,
         process: ProcessWatch | None,
         connections: EngineConnections,
         regions: Sequence[RemoteRegion],
         *,
+        requests: Requests,
         epoch: int,
     ) -> None:
         super().__init__(regions, epoch=epoch)
         self.agent = agent
+        self.machine = machine
+        self.requests = requests
         self.process = process
         self.connections = connections
         self.over = False  # a fence has proved that nothing of it is under way
         self.lost: str | None = None  # NIXL's error when the connection broke
 
     def refusal(self) -> str | None:
+        if self.requests.are_closed:
+            return "was connected before the engine was renewed"
         return super().refusal() or (f"was lost: {self.lost}" if self.lost else None)
 
 
@@ -83,13 +89,17 @@ class NixlTransfer:
 
 
 class Requests:
-    """Used under the backend's lock."""
+    """Those of one agent. Used under the backend's lock."""
 
     def __init__(self, nixl: Bindings, agent: Any, ucx: int) -> None:
         self._nixl = nixl
         self._agent = agent
         self._ucx = ucx
         self._handles: set[int] = set()
+
+    @property
+    def are_closed(self) -> bool:
+        return self._agent is None
 
     def make_all(self, index: RegionIndex, peer: NixlPeer, copies: CopyBatch) -> list[int]:
         """Raises `NotRegistered`, or NIXL's error, with no request left."""

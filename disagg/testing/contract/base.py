@@ -29,6 +29,8 @@ class ContractBase:
     separate_processes: ClassVar[bool] = True
     fences_dead_neighbours: ClassVar[bool] = False
     """Whether `fence` is to become `QUIET` after the death of a peer's process on the same host."""
+    closes_when_renewed: ClassVar[bool] = False
+    """Whether `fence` is to become `CLOSED` when the engine is renewed, for a peer of another host."""
     patience_s: ClassVar[float] = 60.0
     context: ClassVar[StartContext] = SPAWN
     """How peers' processes start. A fork server is quicker where imports are slow."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack, suppress
+import time
+from contextlib import ExitStack, closing, suppress
 
+import numpy as np
 import pytest
 
+from disagg.backends.abilities import Renewable
 from disagg.backends.base import Backend, Fence, TransferStatus
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.errors import DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.machine.processes import IdentitySocket
 from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch_of
 from disagg.testing.contract.base import ContractBase
-from disagg.testing.contract.targets import ProcessTarget, Target, initiate, settle
+from disagg.testing.contract.targets import Address, ProcessTarget, Target, initiate, settle
 
 
 class LifecycleContract(ContractBase):
@@ -93,6 +97,68 @@ class LifecycleContract(ContractBase):
         assert backend.fence(peer, epoch=2) is Fence.UNKNOWN
         backend.disconnect(peer)
         assert backend.fence(peer, epoch=1) in Fence
+
+    def test_a_renewed_engine_serves_and_reaches_peers_anew(self, backend: Backend, local: Arena, target: Target) -> None:
+        if not isinstance(backend, Renewable):
+            pytest.skip("this engine cannot be started again")
+        piece = [(0, 0, 0, 0, 10)]
+        old, endpoint = backend.connect(target.endpoint, process=target.process, epoch=1), backend.endpoint()
+        self.run(backend.submit(old, batch_of(local, target.arena, piece)))
+        assert not backend.is_renewed(old)
+        for _ in range(2):
+            backend.renew()
+            if backend.is_renewed(old):
+                assert backend.endpoint() != endpoint
+                with pytest.raises(PeerUnreachable):
+                    backend.submit(old, batch_of(local, target.arena, piece))
+            else:  # one of several engines reaches it, which goes on
+                self.run(backend.submit(old, batch_of(local, target.arena, piece)))
+            self.round_trip(backend, local, target, epoch=2)
+        backend.disconnect(old)
+        assert backend.fence(old, epoch=1) is not Fence.QUIET
+
+    def test_a_renewed_engine_gives_up_what_was_under_way(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
+        if not isinstance(backend, Renewable):
+            pytest.skip("this engine cannot be started again")
+        target = self.new_process(stack)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
+        target.stop()
+        transfer = backend.submit(peer, batch_of(local, target.arena, [(0, 0, 0, 0, REGION_NBYTES[0])]))
+        transfer.poll()
+        backend.renew()
+        status = transfer.poll()
+        assert status is not TransferStatus.PENDING
+        if status is TransferStatus.DONE:  # by an engine that needs nothing of the peer's process
+            np.testing.assert_array_equal(target.arena.view(0), local.view(0))
+        target.go_on()
+        self.round_trip(backend, local, self.new_target(stack))
+
+    def test_a_writer_that_goes_on_writes_nothing_to_a_renewed_engine(
+        self, backend: Backend, local: Arena, stack: ExitStack
+    ) -> None:
+        """A stopped peer, whose process the kernel does not attest, knows nothing of the renewal."""
+        if not (self.closes_when_renewed and isinstance(backend, Renewable)):
+            pytest.skip("this engine's end proves nothing")
+        writer = self.new_process(stack)
+        identity = stack.enter_context(closing(IdentitySocket()))
+        peer, own = backend.connect(writer.endpoint, epoch=1), backend.endpoint()
+        writer.arena.view(0)[:] = 0xA5
+        writer.connect(Address(own, identity.name))
+        writer.write(own, local.address(0))
+        deadline = time.monotonic() + self.patience_s
+        while (local.view(0) != 0xA5).any():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+        writer.stop()
+        backend.renew()
+        assert backend.fence(peer, epoch=1) is Fence.CLOSED
+        local.view(0)[:] = 1
+        writer.go_on()
+        writer.write(own, local.address(0))
+        writer.begin_close()
+        writer.end_close()
+        assert (local.view(0) == 1).all(), "bytes have landed"
 
     def test_closing_twice(self, backend: Backend, local: Arena, target: Target) -> None:
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -35,6 +35,13 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Close the engine in order; raises `AssertionError` if its process does not end with status 0."""
+
+
+class Address(NamedTuple):
+    """Where a target finds another engine, and the identity of its process."""
+
+    endpoint: bytes
+    identity: str
 
 
 class ProcessTarget:
@@ -73,7 +80,7 @@ class ProcessTarget:
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
 
-    def connect(self, other: ProcessTarget) -> None:
+    def connect(self, other: ProcessTarget | Address) -> None:
         """Make this target an initiator too."""
         self._ask((other.endpoint, other.identity))
 
