@@ -38,21 +38,17 @@ class Renewable(Protocol):
     def renewal_due(self) -> str:
         """Why it will never serve new peers again, else empty. Cheap: called several times a second."""
 
-    def renew(self) -> None:
-        """Start again, with another endpoint. Peers that it had connected to are disconnected, and transfers under way are
-        unsettled. Raises `DisaggError` if it does not start; the next call tries again.
+    def renew(self) -> bool:
+        """Start another engine, with another endpoint, then end this one: peers that it had connected to are disconnected, and
+        transfers under way are unsettled. Returns whether there is another one. If it raises, nothing has changed.
         """
 
     def is_renewed(self, peer: RemotePeer) -> bool:
-        """Whether it has been renewed since it connected to the peer."""
+        """Whether it has been renewed since it connected to the peer, and one of the two may write by the former engine."""
 
 
 def renewal_due(backend: Backend) -> str:
     return backend.renewal_due() if isinstance(backend, Renewable) else ""
-
-
-def is_renewed(backend: Backend, peer: RemotePeer) -> bool:
-    return isinstance(backend, Renewable) and backend.is_renewed(peer)
 
 
 @runtime_checkable

@@ -97,6 +97,14 @@ class Adapter(Generic[Peer, Descriptor]):
         peer.index.require(copies.destination, copies.nbytes, side="remote")
 
 
+def exchange(one: object, other: object, names: Sequence[str]) -> None:
+    """Exchange these attributes of two backends."""
+    for name in names:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        setattr(one, name, theirs)
+        setattr(other, name, mine)
+
+
 def check_closable(status: TransferStatus) -> None:
     """Raises `LocalProtocolError` for a transfer that has not settled."""
     if not status.settled:

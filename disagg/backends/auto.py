@@ -22,7 +22,6 @@ from disagg.backends.abilities import (
     QuietWhenClosed,
     Renewable,
     SpanWriter,
-    is_renewed,
     renewal_due,
 )
 from disagg.backends.base import Backend, Fence, RemotePeer, StagingShape, Transfer
@@ -58,7 +57,7 @@ _DECODER = msgspec.msgpack.Decoder(AutoDescriptor)
 @dataclass(eq=False)
 class AutoPeer:
     """`others`: the other engines that both sides have. `writer`: the engine by which the peer writes here, empty while
-    unknown.
+    unknown. `renewals`: how often the engines had been renewed.
     """
 
     engine: Backend
@@ -66,6 +65,7 @@ class AutoPeer:
     regions: Sequence[RemoteRegion]
     process: ProcessWatch | None
     others: tuple[Backend, ...]
+    renewals: int
     writer: str = ""
 
 
@@ -93,6 +93,7 @@ class AutoBackend:
         self._staging = staging
         self._regions: tuple[MemoryRegion, ...] = ()
         self._used: list[Backend] = []
+        self._num_renewals = 0
         self._logged: set[str] = set()
 
     @property
@@ -140,7 +141,7 @@ class AutoBackend:
             descriptor = _DECODER.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'auto': {error}") from error
-        reasons, kind = list(self._missing), PeerUnreachable
+        reasons, kind, renewals = list(self._missing), PeerUnreachable, self._num_renewals
         for engine in self._engines:
             if engine.name not in descriptor.endpoints:
                 reasons.append(f"{engine.name}: the peer does not have it")
@@ -153,7 +154,7 @@ class AutoBackend:
                 continue
             self._report(engine, reasons, on_this_host=process is not None)
             others = tuple(e for e in self._engines if e is not engine and e.name in descriptor.endpoints)
-            return AutoPeer(engine, peer, regions, process, others)
+            return AutoPeer(engine, peer, regions, process, others, renewals)
         raise kind(f"backend auto: no engine reaches the peer: {'; '.join(reasons)}")
 
     def _report(self, engine: Backend, reasons: Sequence[str], *, on_this_host: bool) -> None:
@@ -221,14 +222,15 @@ class AutoBackend:
     def renewal_due(self) -> str:
         return "; ".join(filter(None, map(renewal_due, self._engines)))
 
-    def renew(self) -> None:
-        for engine in self._engines:
-            if isinstance(engine, Renewable):
-                engine.renew()
+    def renew(self) -> bool:
+        renewed = [engine.renew() for engine in self._engines if isinstance(engine, Renewable)]
+        self._num_renewals += any(renewed)
+        return any(renewed)
 
     def is_renewed(self, peer: RemotePeer) -> bool:
         own = _own(peer, AutoPeer)
-        return is_renewed(own.engine, own.peer)
+        writers = [other for other in own.others if own.writer in ("", other.name)]
+        return own.renewals < self._num_renewals and any(isinstance(each, Renewable) for each in (own.engine, *writers))
 
     def disconnect(self, peer: RemotePeer) -> None:
         own = _own(peer, AutoPeer)

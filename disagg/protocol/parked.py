@@ -63,6 +63,10 @@ class Parked:
     def __len__(self) -> int:
         return len(self._expiries)
 
+    @property
+    def has_reserves(self) -> bool:
+        return any(isinstance(each, Reserve) for found in self._messages.values() for each in found.values())
+
     def get(self, peer: PeerRank, key: RequestKey) -> Early | None:
         return self._messages.get(key.request_id, {}).get((peer, key))
 

@@ -263,6 +263,17 @@ class PeerTable:
         if link is not None:
             self._links.lose(link, cause, now)
 
+    def start_anew(self, peer: PeerRank, cause: str, now: float) -> None:
+        """As `on_unreachable`, also for a peer that may have connected its engine although it is not ready here."""
+        link = self._links.to(peer)
+        if link is None:
+            return
+        if link.is_ready:
+            self._links.lose(link, cause, now)
+        else:
+            link.begin(link.epoch, link.generation + 1)
+            self._links.greet_soon(link, now)
+
     def _on_goodbye(self, accepted: Accepted, cause: str, now: float) -> None:
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:

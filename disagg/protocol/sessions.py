@@ -145,9 +145,9 @@ class Sessions:
 
     @property
     def are_idle(self) -> bool:
-        """Whether all requests have ended, and only their rows may be held."""
+        """Whether all requests have ended, and only their rows may be held. No peer waits for one."""
         ended = all(session.error is not None for session in self.receives.sessions.values())
-        return ended and all(session.reported for session in self.sends.sessions.values())
+        return ended and all(each.reported for each in self.sends.sessions.values()) and not self.sends.parked.has_reserves
 
     def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from disagg.backends.abilities import Renewable, is_renewed, renewal_due
+from disagg.backends.abilities import Renewable, renewal_due
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.core import _native
 from disagg.core.errors import DisaggError, PeerIncompatible
@@ -82,7 +82,7 @@ class Connections:
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}  # by epoch
         self._fence_at = NEVER
         self._next_check = 0.0
-        self._due_since = self._renew_at = 0.0
+        self._renew_at, self._serves_none_since = 0.0, NEVER
         self._renew_again_s = RENEW_AGAIN_S
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.num_losses: Counter[str] = Counter()
@@ -120,11 +120,12 @@ class Connections:
         """Start an engine that is due again once no request is open, or late if it serves no new one."""
         due = self._renewal_due()
         if not due:
-            self._due_since, self._renew_again_s = now, RENEW_AGAIN_S
+            self._renew_at, self._renew_again_s, self._serves_none_since = now, RENEW_AGAIN_S, NEVER
             return
         self._warnings.warning("%s: the engine must be closed and started again: %s", self._handshake.me, due)
         serves_none = self._sessions.lender.has_none or renewal_due(self._backend) != ""
-        is_late = serves_none and now >= self._due_since + RENEW_AFTER_S
+        self._serves_none_since = min(self._serves_none_since, now) if serves_none else NEVER
+        is_late = now >= self._serves_none_since + RENEW_AFTER_S
         if isinstance(self._backend, Renewable) and now >= self._renew_at and (is_late or self._sessions.are_idle):
             self.renew(self._backend, now)
 
@@ -133,16 +134,17 @@ class Connections:
         me, began = self._handshake.me, time.monotonic()
         self._renew_at, self._renew_again_s = now + self._renew_again_s, 2 * self._renew_again_s
         try:
-            backend.renew()
+            if not backend.renew():
+                return
         except BaseException:
-            logger.exception("%s: the engine does not start again", me)
-        else:
-            self.num_renewals += 1
-            logger.warning("%s: the engine was started again, in %.1f s", me, time.monotonic() - began)
+            logger.exception("%s: the engine does not start again, and goes on as it was", me)
+            return
+        self.num_renewals += 1
+        logger.warning("%s: the engine was started again, in %.1f s", me, time.monotonic() - began)
         self._handshake.renewed()
         for peer, found in self._handshake.peers():
-            if found.remote is not None and is_renewed(self._backend, found.remote.engine):
-                self._peers.on_unreachable(peer, "this rank has started its engine again", now)
+            if found.remote is None or backend.is_renewed(found.remote.engine):
+                self._peers.start_anew(peer, "this rank has started its engine again", now)
         for fencing in self._fencing.values():
             fencing.next_at = self._fence_at = now
 
@@ -196,9 +198,6 @@ class Connections:
             if rank is not None:
                 self._handshake.discard(ready.peer, rank)
             return
-        if rank is not None and is_renewed(self._backend, rank.engine):
-            self._handshake.discard(ready.peer, rank)
-            rank, problem = None, "this rank has started its engine again"
         peer.connecting, peer.failed = None, rank is None
         if rank is None:
             self._warnings.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)

@@ -31,7 +31,7 @@ class Health:
     """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
     Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
 
-    `renewal_due` says why the engine should be closed and started again: more requests are quarantined than
+    `renewal_due` says why the engine should be closed and started again: more receives are quarantined than
     `Limits.max_quarantined`, lost peers may still write to most of the staging slots, or the engine will never serve new
     peers again. The manager does so by itself if the engine can. If `renewal_due` stays, close this manager and build another
     over the same pools.

@@ -308,9 +308,9 @@ class Runtime:
 
     def renewal_due(self) -> str:
         """Why the engine must be closed and started again; empty while it works."""
-        found = sum(each.lease.state is LeaseState.QUARANTINED for each in self.requests.leased_sessions())
+        found = sum(each.lease.state is LeaseState.QUARANTINED for each in tuple(self.sessions.receives.sessions.values()))
         limit = self.limits.max_quarantined
-        too_many = f"requests with quarantined rows: {found}, of {limit} at most" if found > limit else ""
+        too_many = f"receives with quarantined rows: {found}, of {limit} at most" if found > limit else ""
         return "; ".join(filter(None, (too_many, self.sessions.lender.problem, renewal_due(self.backend))))
 
     def queue_depths(self) -> dict[str, int]:

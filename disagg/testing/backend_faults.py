@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from disagg.backends import registry as backends
-from disagg.backends.abilities import QuietWhenClosed, Renewable, is_renewed, renewal_due
+from disagg.backends.abilities import QuietWhenClosed, Renewable, renewal_due
 from disagg.backends.base import Backend, BackendOptions, Fence, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
@@ -170,12 +170,11 @@ class FaultyBackend:
     def renewal_due(self) -> str:
         return renewal_due(self.inner)
 
-    def renew(self) -> None:
-        if isinstance(self.inner, Renewable):
-            self.inner.renew()
+    def renew(self) -> bool:
+        return isinstance(self.inner, Renewable) and self.inner.renew()
 
     def is_renewed(self, peer: RemotePeer) -> bool:
-        return is_renewed(self.inner, peer)
+        return isinstance(self.inner, Renewable) and self.inner.is_renewed(peer)
 
     def is_quiet_when_closed(self) -> bool:
         """Delayed transfers are not posted after `close`."""

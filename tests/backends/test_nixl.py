@@ -68,12 +68,6 @@ class TestNixlTcpContract(_Contract):
     def options(self) -> BackendOptions:
         return TCP
 
-    @pytest.fixture(autouse=True)
-    @staticmethod
-    def other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Peers' processes are of another machine than this one."""
-        monkeypatch.setattr("disagg.backends.nixl.backend.machine_identity", lambda: "another")
-
 
 class TestNixlShmContract(_Contract):
     def options(self) -> BackendOptions:

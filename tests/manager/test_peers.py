@@ -510,7 +510,7 @@ def test_closing_the_manager_releases_quarantined_rows_if_the_closed_engine_is_q
         event = receiver.wait(timeout_s=DEADLINE_S)
         event.lease.on_release(lambda: freed.append(1))
         assert event.lease.state is LeaseState.QUARANTINED
-        assert decode.health().renewal_due == "requests with quarantined rows: 1, of 0 at most"
+        assert decode.health().renewal_due == "receives with quarantined rows: 1, of 0 at most"
         instances.prefill.clear()
         instances.decode.clear()
         decode.close()

@@ -186,7 +186,7 @@ class Renewed(Fences):
         self.renewed: list[float] = []
         self.unreachable: list[PeerRank] = []
         self.due = self.engine_due = ""
-        self.starts = True
+        self.starts = self.has_another = True
         self.closed: list[PeerRank] = []
         super().__init__(None)
         self.ranks = {OTHER: Peer(remote=SimpleNamespace(engine=OTHER, process=None))}  # type: ignore[arg-type]
@@ -196,19 +196,21 @@ class Renewed(Fences):
         self.given.are_idle = True
         self.given.renewed = lambda: None
         self.given.peer_closed = lambda peer, **_: self.closed.append(peer)
-        self.given.on_unreachable = lambda peer, *_: self.unreachable.append(peer)
+        self.given.start_anew = lambda peer, *_: self.unreachable.append(peer)
         self.connections._renewal_due = lambda: self.due
 
     def renewal_due(self) -> str:
         return self.engine_due
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
         self.renewed.append(self.now)
         if not self.starts:
             raise DisaggError("no device")
         self.answers[PEER] = Fence.CLOSED
+        return self.has_another
 
-    def is_renewed(self, _: PeerRank) -> bool:
+    def is_renewed(self, peer: Any) -> bool:
+        del peer
         return bool(self.renewed)
 
 
@@ -259,15 +261,34 @@ def test_pauses_between_renewals_that_do_not_help_double(caplog: pytest.LogCaptu
     assert fences.connections._renew_again_s == RENEW_AGAIN_S
 
 
-def test_a_rank_that_was_connected_by_the_engine_before_connects_again() -> None:
-    refused, added, discarded = list[str](), list[PeerRank](), list[PeerRank]()
+def test_the_wait_for_open_requests_begins_when_no_new_one_is_served() -> None:
     fences = Renewed()
-    fences.renew()
-    peer, ready = Peer(), Ready(OTHER, 1, None)  # type: ignore[arg-type]
-    peer.connecting = ready
-    fences.given.discard = lambda rank, _: discarded.append(rank)
-    fences.given.add = lambda rank, _: added.append(rank)
-    fences.given.refuse = lambda _rank, problem, *_, **__: refused.append(problem)
-    fences.connections._finish(ready, peer, SimpleNamespace(engine=OTHER), "", False, 0.0)  # type: ignore[arg-type]
-    assert (added, discarded) == ([], [OTHER])
-    assert refused == ["this rank has started its engine again"]
+    fences.given.are_idle, fences.due = False, "3 of 4 slots are lost"
+    fences.run(100.0)
+    fences.given.lender.has_none = True
+    fences.run(105.0)
+    fences.given.lender.has_none = False
+    fences.run(106.0)
+    fences.given.lender.has_none = True
+    fences.run(106.0 + RENEW_AFTER_S - PROCESS_CHECK_S)
+    assert not fences.renewed
+    fences.run(107.0 + RENEW_AFTER_S)
+    assert len(fences.renewed) == 1
+
+
+def test_engines_that_cannot_be_started_again_are_left_alone() -> None:
+    """Of those that `auto` has, for example."""
+    fences = Renewed()
+    fences.due, fences.has_another = "2 of 3 slots are lost", False
+    fences.run(10.0)
+    assert fences.renewed
+    assert fences.connections.num_renewals == 0
+    assert fences.unreachable == []
+
+
+def test_ranks_that_are_not_connected_here_connect_again_as_well() -> None:
+    """They may have connected to the engine, which is no more."""
+    fences = Renewed()
+    fences.ranks[PeerRank("new", 0)] = Peer()
+    fences.connections.renew(fences, 0.0)
+    assert fences.unreachable == [OTHER, PeerRank("new", 0)]

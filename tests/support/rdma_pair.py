@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from disagg import Pages, new_request_id
+from disagg.backends.base import StagingShape
 from disagg.core.leases import Lease, LeaseState
 from disagg.protocol.peer_effects import ConnectionLimits
 from disagg.requests import Sender
@@ -30,6 +31,8 @@ TOKENS, NUM_LAYERS = 160, 4
 HALF = TOKENS // 2
 ATTEMPTS = 3
 """Of a server to send a request to a peer that was restarted."""
+PACKED_BELOW = 1 << 20
+"""Above all pieces."""
 MODEL = KVModel(num_kv_heads=4, dims={"k": 128, "v": 128}, dtype="uint16")
 NBYTES_PER_TOKEN = NUM_LAYERS * 4 * (128 + 128) * 2
 PATIENT = ConnectionLimits(hello_retry_s=0.2, heartbeat_s=1.0, heartbeat_timeout_s=20.0)
@@ -37,13 +40,13 @@ SIDES = {"prefill": Side(page=8, num_pages=80), "decode": Side(page=16, num_page
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
-def start(role: str, engine: str, devices: Sequence[str], backend: object) -> Rank:
+def start(role: str, engine: str, devices: Sequence[str], backend: object, *, pack_below: int = 0) -> Rank:
     """A rank whose engine uses these RDMA devices. UCX's names of devices have a port."""
     settings = {
         "backend": backend,
         "require": "rdma",
         "devices": [f"{name}:1" if engine == "nixl" else name for name in devices],
-        "pack_below": 0,
+        "pack_below": pack_below,
         "connection_limits": PATIENT,
     }
     (rank,) = start_side(MODEL, SIDES[role], f"{role}-0", num_layers=NUM_LAYERS, settings=settings)
@@ -109,13 +112,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def serve(pipe: Connection, role: str, engine: str, devices: Sequence[str], kill_at: int | None) -> None:
+def serve(pipe: Connection, role: str, engine: str, devices: Sequence[str], kill_at: int | None, pack_below: int = 0) -> None:
     """A rank in a process of its own, which kills itself in the middle of its transfer `kill_at`.
 
     For each request it answers whether that succeeded, and how many bytes are wrong after that; request 0 may be there in part.
     """
     backend = engine if kill_at is None else inject(engine, BackendFaults(kill_at=kill_at))
-    rank = start(role, engine, devices, backend)
+    rank = start(role, engine, devices, backend, pack_below=pack_below)
     pipe.send(rank.manager.address)
     rank.manager.add_peer(f"{OTHER[role]}-0", address=pipe.recv())
     rank.manager.wait_ready(f"{OTHER[role]}-0", timeout_s=PATIENCE_S)
@@ -139,20 +142,24 @@ class Remote:
 
 
 @contextmanager
-def pair(role: str, engine: str, link: RdmaLink, *, kill_at: int | None = None) -> Iterator[tuple[Rank, Callable[[], Remote]]]:
+def pair(
+    role: str, engine: str, link: RdmaLink, *, kill_at: int | None = None, slots: StagingShape | None = None
+) -> Iterator[tuple[Rank, Callable[[], Remote]]]:
     """A rank of this process, and a function that starts and connects a peer of it, with `role`, whenever it is called.
 
-    The first peer kills itself in its transfer `kill_at`.
+    The first peer kills itself in its transfer `kill_at`. With `slots` all pieces are packed, into these of the rank.
     """
+    pack_below = PACKED_BELOW if slots is not None else 0
     with ExitStack() as stack:
-        own = start(OTHER[role], engine, names(link, 0), engine)
+        backend = inject(engine, BackendFaults(), staging=slots)
+        own = start(OTHER[role], engine, names(link, 0), backend, pack_below=pack_below)
         stack.callback(own.manager.close)
         faults = itertools.chain((kill_at,), itertools.repeat(None))
 
         def start_peer() -> Remote:
             context = multiprocessing.get_context("forkserver")
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, role, engine, names(link, 1), next(faults)))
+            process = context.Process(target=serve, args=(theirs, role, engine, names(link, 1), next(faults), pack_below))
             process.start()
             theirs.close()
             remote = Remote(process, ours)

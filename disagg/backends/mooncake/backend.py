@@ -39,7 +39,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from disagg.backends.adapter import Adapter, AdapterPeer
+from disagg.backends.adapter import Adapter, AdapterPeer, exchange
 from disagg.backends.base import ADDRESS_SPACE, BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import (
@@ -69,6 +69,8 @@ NVLINK_SPLIT_NBYTES = 1 << 30
 """Each further piece costs 40 us between GPUs."""
 MAX_ENGINES = 1000
 """One after the other at one address."""
+_OF_ENGINE = ("_engine", "_descriptor", "_gpu", "_scratch", "_queues", "_engines")
+"""What `renew` replaces."""
 _WARM_S = 10.0
 _DECODER = msgspec.msgpack.Decoder(MooncakeDescriptor)
 
@@ -103,11 +105,14 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._protocol = choose_protocol(options)
         check_environment(options, self._protocol)
         self._options = options
-        self._module = module = import_engine()
+        module = import_engine()
         if self._protocol == "tcp":
             check_acknowledges(module)
         self._opcodes = Opcodes(write=module.TransferOpcode.Write, read=module.TransferOpcode.Read)
-        self._start()
+        with new_listeners() as listening:
+            engine = start_engine(module, options, self._protocol)
+        self._engine: Engine | None = engine
+        self._descriptor = MooncakeDescriptor(options.host, engine.get_rpc_port(), self._protocol, ports_of(listening))
         self._limit = outstanding_limit()
         self._split = NVLINK_SPLIT_NBYTES if self._protocol == "nvlink_intra" else SPLIT_NBYTES
         self._gpu: Gpu | None = None
@@ -116,13 +121,6 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._engines: dict[str, list[Ports]] = {}
         self._connections = EngineConnections()
         self._lock = threading.Lock()
-
-    def _start(self) -> None:
-        with new_listeners() as listening:
-            engine = start_engine(self._module, self._options, self._protocol)
-        self._engine: Engine | None = engine
-        self._descriptor = MooncakeDescriptor(self._options.host, engine.get_rpc_port(), self._protocol, ports_of(listening))
-        self.is_open = True
         logger.info("Mooncake engine at %s, transport %s", self._descriptor.session, self._protocol)
 
     @staticmethod
@@ -140,13 +138,9 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return self._protocol
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
+        engine = self._running()
         self.check_not_registered()
         merged = merge_regions(regions)
-        self._register(merged)
-        self.set_registered(merged)
-
-    def _register(self, merged: Sequence[MemoryRegion | RemoteRegion]) -> None:
-        engine = self._running()
         rows = list(merged)
         if self._protocol != "nvlink_intra":
             # The warm-up reads into it; devices want it registered.
@@ -160,6 +154,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             if gpu is not None:
                 gpu.release()
             raise ConfigError(f"backend 'mooncake': the engine does not take {len(merged)} regions (status {status})")
+        self.set_registered(merged)
         self._gpu = gpu
 
     def endpoint(self) -> bytes:
@@ -291,11 +286,17 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
     def renewal_due(self) -> str:
         return ""
 
-    def renew(self) -> None:
-        self.close()
+    def renew(self) -> bool:
+        other = MooncakeBackend(self._options)
+        try:
+            other.register([region for region in self.index.regions if isinstance(region, MemoryRegion)])
+        except BaseException:
+            other.close()
+            raise
         with self._lock:
-            self._start()
-        self._register(self.index.regions)
+            exchange(self, other, _OF_ENGINE)
+        other.close()
+        return True
 
     def is_renewed(self, peer: RemotePeer) -> bool:
         return isinstance(peer, MooncakePeer) and peer.engine() is not self._engine
@@ -306,7 +307,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return self._engine
 
 
-def _gpu_of(regions: Iterable[MemoryRegion | RemoteRegion]) -> Gpu | None:
+def _gpu_of(regions: Iterable[MemoryRegion]) -> Gpu | None:
     """The GPU that all memory is on, or `None`.
 
     It must be current where the engine may open a peer's memory, which it otherwise opens for GPU 0: copies from another GPU

@@ -16,8 +16,8 @@ NIXL proves nothing about what the *peer's* engine posted to memory here. Over T
 had sent waits in socket buffers until this side's progress thread applies it. So `fence` is `QUIET` only if the peer's pidfd
 shows its end, and no socket between the two engines, opened by either, was reset or has a far end without an owner. A
 process that executes another program keeps UCX's sockets, which this side then ends. It is never `QUIET` for other hosts,
-nor wherever a NIC or a GPU may move bytes. But closing the engine ends its sockets and NICs' access to memory here, so for
-other machines `renew` makes it `CLOSED`. Another container of this machine may have mapped a GPU's memory.
+nor wherever a NIC or a GPU may move bytes. But closing the engine ends its sockets and NICs' access to memory here, so `renew`
+makes it `CLOSED` for peers that had no other way: another process of this machine may have mapped a GPU's memory.
 
 NIXL does not report which transport UCX chose. `tcp` and `rdma` allow no other. `shm` has to allow TCP for UCX's own
 messages. UCX prefers CMA (`process_vm_writev`) for data wherever it works, which `connect` tries against each peer: a
@@ -44,7 +44,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from disagg.backends.adapter import Adapter
+from disagg.backends.adapter import Adapter, exchange
 from disagg.backends.base import (
     ADDRESS_SPACE,
     BackendOptions,
@@ -60,7 +60,7 @@ from disagg.backends.nixl.requests import NixlPeer, NixlTransfer, Requests
 from disagg.backends.nixl.ucx import CERTAIN, conflicts, has_rdma, ucx_settings
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerIncompatible, PeerUnreachable, RemoteProtocolError
-from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
+from disagg.core.memory import CPU, MemoryRegion, merge_regions
 from disagg.machine.environment import environment
 from disagg.machine.processes import ProcessWatch, copy_refusal, machine_identity
 from disagg.machine.tcp import EngineConnections, EngineSockets, Ports, complete, new_listeners, ports_of
@@ -72,6 +72,12 @@ WARM_UP_S = 10.0
 PROGRESS_DELAY_US = 1000
 SHM_PROGRESS_DELAY_US = 20_000
 """UCX holds a lock while the poster's thread copies; a progress thread that wakes up waits for it."""
+
+_OF_ENGINE = (
+    *("_agent_name", "_agent", "_ucx", "_listening", "_ports", "_requests"),
+    *("_scratch", "_registered", "_remote", "_unanswered"),
+)
+"""What `renew` replaces."""
 
 _pid: int | None = None
 """The first to open NIXL; in a forked child, its parent."""
@@ -109,30 +115,25 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             raise BackendUnavailable(f"backend 'nixl': require={options.require.value!r}: {'; '.join(self._conflicts)}")
         for conflict in self._conflicts:
             logger.warning("backend 'nixl': %s; the environment wins", conflict)
-        self._settings = settings
-        self._nixl = Bindings()
+        with environment(settings), new_listeners() as self._listening:
+            self._nixl = Bindings()
+            self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}-{self._nixl.version}"
+            self._agent, self._ucx = self._start()
+        self._ports = ports_of(self._listening)
         self._connections = EngineConnections()
+        self._requests = Requests(self._nixl, self._agent, self._ucx)
         self._scratch = np.zeros(64, np.uint8)  # for the first byte from each peer
+        self._registered: list[Any] = []
+        self._remote: dict[str, tuple[bytes, int]] = {}  # metadata, and number of users
+        self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded
         self._transports: set[str] = set()
         self._neighbours: dict[ProcessWatch | None, frozenset[int] | None] = {}  # with their engines' ports, if all are known
         if options.require is Transport.SHM and (refusal := copy_refusal(os.getpid(), self._scratch.ctypes.data)):
             raise BackendUnavailable(f"backend 'nixl': require='shm': {refusal}")
-        self._start()
-
-    def _start(self) -> None:
-        with environment(self._settings), new_listeners() as self._listening:
-            self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}-{self._nixl.version}"
-            self._agent, self._ucx = self._start_agent()
-        self._ports = ports_of(self._listening)
-        self._requests = Requests(self._nixl, self._agent, self._ucx)
-        self._registered: list[Any] = []
-        self._remote: dict[str, tuple[bytes, int]] = {}  # metadata, and number of users
-        self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded
-        self.is_open = True
         with self._nixl.mapped("registering"):
             self._register(CPU.kind, [(self._scratch.ctypes.data, self._scratch.nbytes, 0)])
 
-    def _start_agent(self) -> tuple[Any, int]:
+    def _start(self) -> tuple[Any, int]:
         global _pid  # noqa: PLW0603 - a fact about the process
         if _pid not in {None, os.getpid()}:
             raise BackendUnavailable(
@@ -177,15 +178,12 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         with self._lock:
             self.check_not_registered()
             merged = merge_regions(regions)
-            self._register_all(merged)
+            try:
+                for kind in sorted({region.device.kind for region in merged}):
+                    self._register(kind, [(r.address, r.nbytes, r.device.index) for r in merged if r.device.kind == kind])
+            except self._nixl.errors as error:
+                raise ConfigError(f"backend 'nixl': NIXL cannot serve this memory: {error}: {merged}") from error
             self.set_registered(merged)
-
-    def _register_all(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
-        try:
-            for kind in sorted({region.device.kind for region in regions}):
-                self._register(kind, [(r.address, r.nbytes, r.device.index) for r in regions if r.device.kind == kind])
-        except self._nixl.errors as error:
-            raise ConfigError(f"backend 'nixl': NIXL cannot serve this memory: {error}: {list(regions)}") from error
 
     def _register(self, kind: str, rows: list[tuple[int, int, int]]) -> None:
         descriptors = self._nixl.module.nixlRegDList(self._nixl.memory_kind(kind), np.array(rows, dtype=np.uint64))
@@ -340,9 +338,14 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         if own.process is not None and self.is_quiet_after(own.process):
             own.over = True
             return Fence.QUIET
+        return Fence.CLOSED if self.is_renewed(own) and self._was_cut_off(own) else Fence.UNKNOWN
+
+    def _was_cut_off(self, peer: NixlPeer) -> bool:
+        """Whether the end of the former engine ended all ways of a peer to memory here."""
         here = machine_identity()
-        is_elsewhere = own.machine != "" and here not in ("", own.machine)
-        return Fence.CLOSED if self.is_renewed(own) and is_elsewhere else Fence.UNKNOWN
+        is_elsewhere = peer.machine != "" and here not in ("", peer.machine)
+        is_over = peer.process is not None and peer.process.is_gone() and not self._has_gpu
+        return is_elsewhere or is_over or (self._provable and not self._options.stays_on_host)
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Also proves that nothing that it sent can still arrive."""
@@ -368,11 +371,17 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             "process has no free descriptor; peers that are connected go on, new ones are refused"
         )
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
+        other = NixlBackend(self._options)
+        try:
+            other.register([region for region in self.index.regions if isinstance(region, MemoryRegion)])
+        except BaseException:
+            other.close()
+            raise
         with self._lock:
-            self.close()
-            self._start()
-            self._register_all(self.index.regions)
+            exchange(self, other, _OF_ENGINE)
+            other.close()
+        return True
 
     def is_renewed(self, peer: RemotePeer) -> bool:
         return isinstance(peer, NixlPeer) and peer.requests is not self._requests
@@ -384,7 +393,11 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     @property
     def _provable(self) -> bool:
-        return self._by_sockets and all(r.device == CPU for r in self.index.regions)
+        return self._by_sockets and not self._has_gpu
+
+    @property
+    def _has_gpu(self) -> bool:
+        return any(region.device != CPU for region in self.index.regions)
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
