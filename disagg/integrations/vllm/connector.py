@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.metadata import BlockIds, RankAddress, StepMetadata, share_logging
 from disagg.integrations.vllm.metrics import TransferMetrics, TransferStats
+from disagg.integrations.vllm.neighbours import fence_loads
 from disagg.integrations.vllm.scheduler import SchedulerHalf
 from disagg.integrations.vllm.transfers import TransferResults
 from disagg.integrations.vllm.worker import WorkerHalf
@@ -42,6 +43,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         share_logging()
         transfer = vllm_config.kv_transfer_config
         options = Options.read(transfer.kv_connector_extra_config, engine_id=transfer.engine_id)
+        fence_loads()
         self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, options) if role is KVConnectorRole.SCHEDULER else None
         self._worker = WorkerHalf(vllm_config, kv_cache_config, options) if role is KVConnectorRole.WORKER else None
 

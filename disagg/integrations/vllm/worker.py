@@ -8,7 +8,7 @@ import select
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from disagg.integrations.vllm.metadata import (
     WorkerReport,
 )
 from disagg.integrations.vllm.metrics import TransferStats
+from disagg.integrations.vllm.neighbours import check_others
 from disagg.integrations.vllm.transfers import Receive, Send, TransferResults
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
@@ -52,10 +53,6 @@ from disagg.requests import Sender
 
 logger = logging.getLogger(__name__)
 
-HAND_OVER = (
-    "DisaggConnector", "MooncakeConnector", "MoRIIOConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector",
-)  # fmt: skip
-"""VLLM's classes of connectors that answer prefill's request with parameters for decode."""
 IDLE_WAIT_S = 0.003
 """How long an idle step waits for a transfer to end: vLLM steps without a pause while a request waits.
 
@@ -136,7 +133,8 @@ class WorkerHalf:
         self, components: Sequence[Component], topology: Topology, model: ModelId, leader: RankAddress | None
     ) -> RankAddress:
         if isinstance(group := get_kv_transfer_group(), MultiConnector):
-            check_others(group.sub_connectors)
+            outer = group._kv_transfer_config
+            check_others(group.sub_connectors, recomputes=outer.kv_load_failure_policy == "recompute")
         replica = self._config.parallel_config.data_parallel_index
         listen = self._options.listen_on(rank=topology.rank, dp_rank=replica)
         to_join = None if leader is None else leader.address
@@ -489,15 +487,6 @@ class WorkerHalf:
     def _running(self) -> KVManager:
         assert self._manager is not None, "register_kv_caches comes first"
         return self._manager
-
-
-def check_others(connectors: Iterable[object]) -> None:
-    """Raise `ConfigError` if another connector beside this one hands requests over: vLLM would end with the first one, since
-    both answer with the same keys.
-    """
-    found = [name for name in (type(each).__name__ for each in connectors) if name in HAND_OVER]
-    if len(found) > 1:
-        raise ConfigError(f"MultiConnector: expected one connector that hands requests over, found {', '.join(found)}")
 
 
 def _from_stages(own: Any) -> list[Any]:

@@ -43,7 +43,8 @@ from disagg.integrations.vllm.connector import DisaggConnector
 from disagg.integrations.vllm.formats import Format, read_format
 from disagg.integrations.vllm.groups import check_engine, read_groups
 from disagg.integrations.vllm.metadata import HandOff, StepMetadata, share_logging
-from disagg.integrations.vllm.worker import WorkerHalf, check_others
+from disagg.integrations.vllm.neighbours import check_others
+from disagg.integrations.vllm.worker import WorkerHalf
 from harness.servers import OURS, Server
 
 
@@ -69,9 +70,26 @@ def test_integers_that_a_protobuf_has_made_floats() -> None:
 def test_another_connector_that_hands_over_is_refused(other: str) -> None:
     """Both would answer prefill's request with the same keys, over which vLLM ends."""
     ours, stored, found = (type(name, (), {})() for name in ("DisaggConnector", "OffloadingConnector", other))
-    check_others([stored, ours])
+    check_others([stored, ours], recomputes=True)
     with pytest.raises(ConfigError, match=f"expected one connector that hands requests over, found DisaggConnector, {other}"):
-        check_others([stored, ours, found])
+        check_others([stored, ours, found], recomputes=True)
+
+
+@pytest.mark.parametrize("name", ["LMCacheMPConnector", "LMCacheMPConnectorUpstream"])
+def test_lmcache_is_refused_where_failed_loads_are_computed(name: str) -> None:
+    """It would store the blocks of the failed load, which others have by then."""
+    pair = [type(each, (), {})() for each in ("DisaggConnector", name)]
+    check_others(pair, recomputes=False)
+    with pytest.raises(ConfigError, match="expected kv_load_failure_policy 'fail' beside LMCacheMPConnector"):
+        check_others(pair, recomputes=True)
+
+
+def test_another_vllms_cache_in_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is not known what it waits for before blocks are used again."""
+    pair = [type(each, (), {})() for each in ("DisaggConnector", "OffloadingConnector")]
+    monkeypatch.setattr("disagg.integrations.vllm.neighbours.FENCE", "another")
+    with pytest.raises(ConfigError, match="when this one's OffloadingConnector copies blocks is unknown"):
+        check_others(pair, recomputes=False)
 
 
 SLEEPING = """

@@ -61,6 +61,33 @@ def test_beside_another_connector(
         assert decode.counts["failed_loads"] == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_blocks_are_copied_to_the_host_before_a_load_fills_them(start: Callable[..., Engine], is_first: bool) -> None:
+    """A request waits for blocks, and gets those of one that has just ended, which are still being copied."""
+    pair = [OURS, OFFLOADING]
+    prefill = start(block_size=BLOCK)
+    decode = start(
+        connector="MultiConnector",
+        extra={"connectors": pair if is_first else pair[::-1]},
+        block_size=BLOCK,
+        blocks=16,
+        max_model_len=448,
+    )
+    ended, loaded, before = prompts((5 * BLOCK + 2, 10 * BLOCK + 8, 40), seed=43)
+    hand_over(prefill.wait_ready(), decode.wait_ready(), [before], max_tokens=2)  # so that they are connected
+    (told,) = prefill.generate([loaded], params=PREFILL)
+    first = decode.add(ended, max_tokens=2)
+    second = decode.add(loaded, params=told.params, max_tokens=6)
+    answer, _ = decode.wait([first, second])
+    decode.settle()
+    again = [*ended, *answer.tokens, 7, 8]
+    (expected,) = prefill.generate([again], max_tokens=6)
+    (found,) = decode.generate([again], max_tokens=6)
+    assert found.num_external > 0, "nothing was taken from the host"
+    check_equal([expected], [found])
+    assert decode.counts["loads"] == 2
+
+
 def test_pipeline_stages_beside_another_connector(start: Callable[..., Engine]) -> None:
     """With stages the addresses of all go to all connectors, and this other one refuses those of later stages."""
     both = {"connectors": [OURS, OFFLOADING]}
