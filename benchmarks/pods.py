@@ -88,6 +88,7 @@ def rank(name: str, engine: str, side: str, host: str) -> None:
         began, freed = time.monotonic(), list[float]()
         event = handle.wait(timeout_s=2 * DEADLINE_S)
         ended = time.monotonic()
+        own.events()  # until then the manager keeps them
         event.lease.on_release(partial(note_time, freed))
         while not freed and time.monotonic() < ended + DEADLINE_S:
             time.sleep(0.001)

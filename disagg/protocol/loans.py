@@ -295,6 +295,10 @@ class Lender:
         if self._slots is not None:
             self._serve()
 
+    def unproved(self) -> set[tuple[PeerRank, int]]:
+        """The ranks that `peer_quiet` would give slots back for, by epoch."""
+        return set(self._lost)
+
     def _reuse(self, lost: _Lost) -> None:
         """Nobody writes to the slot any more."""
         assert self._slots is not None

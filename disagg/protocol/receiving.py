@@ -314,6 +314,12 @@ class Receives:
             if writer is not None and writer.was_lost_at(epoch) and writer.step(WriterStep.QUIET):
                 self._settle(session)
 
+    def unproved(self) -> set[tuple[PeerRank, int]]:
+        """The ranks that `peer_quiet` would end something for, by the epoch at which they were lost."""
+        writers = (found for session in self.sessions.values() for found in session.writers.items())
+        lost = ((peer, writer.lost_at) for peer, writer in writers if writer.state is WriterState.LOST)
+        return {(peer, epoch) for peer, epoch in lost if epoch is not None}
+
     def tick(self, session: ReceiveSession, now: float) -> None:
         if now >= session.deadline:
             self.abort(session, RequestTimeout(session.late_reason()), now)

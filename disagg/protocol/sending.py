@@ -255,6 +255,12 @@ class Sends:
                 destination.unsettled.clear()
                 self._settle(session)
 
+    def unproved(self) -> set[tuple[PeerRank, int]]:
+        """The ranks that `peer_quiet` would end something for, by the epoch at which they were lost."""
+        destinations = (found for session in self.sessions.values() for found in session.destinations.items())
+        lost = ((peer, each.lost_at) for peer, each in destinations if each.state is SendState.LOST and not each.quiet)
+        return {(peer, epoch) for peer, epoch in lost if epoch is not None}
+
     def forget(self, instance: str, now: float) -> None:
         """Ranks that never connected were not reported as lost, so their requests end here."""
         removed = f"peer {instance!r} was removed"

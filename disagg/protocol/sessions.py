@@ -149,6 +149,12 @@ class Sessions:
         ended = all(session.error is not None for session in self.receives.sessions.values())
         return ended and all(each.reported for each in self.sends.sessions.values()) and not self.sends.parked.has_reserves
 
+    def unproved(self) -> set[tuple[PeerRank, int]]:
+        """The lost ranks, by epoch, that `peer_quiet` would end something for. Nothing adds to it but `peer_lost`, and a new
+        connection of the same process.
+        """
+        return self.receives.unproved() | self.sends.unproved() | self.lender.unproved()
+
     def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
         for rank in ranks:

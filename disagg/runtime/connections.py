@@ -229,7 +229,10 @@ class Connections:
         self.num_losses.pop(instance, None)
 
     def _fence(self, now: float) -> None:
-        """Ranks that are proved quiet give back rows and slots."""
+        """Ranks that are proved quiet give back rows and slots. One that nothing waits for is forgotten, unless its process
+        may go on here: of other hosts no proof comes, and they would be kept by the thousand.
+        """
+        unproved: set[tuple[PeerRank, int]] | None = None
         for (peer, epoch), fencing in list(self._fencing.items()):
             if now < fencing.next_at:
                 continue
@@ -246,6 +249,11 @@ class Connections:
                 del self._fencing[peer, epoch]
                 self._sessions.peer_quiet(peer, epoch=epoch)
                 logger.info("%s: lost %s is proved quiet", self._handshake.me, peer)
-            elif fence is Fence.CLOSED:
+                continue
+            if fence is Fence.CLOSED:
                 self._sessions.peer_closed(peer, epoch=epoch)
+            if fencing.delay_s == MAX_FENCE_S and (fencing.process is None or fencing.process.has_ended()):
+                unproved = self._sessions.unproved() if unproved is None else unproved
+                if (peer, epoch) not in unproved:
+                    del self._fencing[peer, epoch]
         self._fence_at = min((each.next_at for each in self._fencing.values()), default=NEVER)

@@ -331,6 +331,7 @@ def test_loans_of_a_lost_writer_come_back_with_the_proof() -> None:
     assert unpack_of(lender, filled(first + 1)) is None, "a late report of the process that has ended"
     lender.peer_quiet(PEER, 8)
     assert pool.num_free == 3
+    assert lender.unproved() == {(PEER, 7)}
     lender.peer_quiet(PEER, 7)
     lender.peer_quiet(PEER, 7)
     assert (pool.num_free, lender.num_lost) == (4, 0)

@@ -153,8 +153,10 @@ def test_a_lost_writer_ends_the_request_and_quarantines_its_rows_until_a_proof()
     assert session.lease.state is LeaseState.QUARANTINED
     sessions.peer_quiet(P1)
     assert session.lease.state is LeaseState.QUARANTINED
+    assert sessions.unproved() == {(P0, 0)}
     sessions.peer_quiet(P0)
     assert session.lease.released
+    assert sessions.unproved() == set()
 
 
 def test_losing_a_quiescent_or_unreserved_writer_quarantines_nothing() -> None:

@@ -313,8 +313,10 @@ def test_a_proof_that_a_lost_destination_is_quiescent_releases_the_rows() -> Non
     assert session.lease.state is LeaseState.QUARANTINED
     sessions.peer_quiet(D1)
     assert session.lease.state is LeaseState.QUARANTINED
+    assert sessions.unproved() == {(D0, 0)}
     sessions.peer_quiet(D0)
     assert session.lease.released
+    assert sessions.unproved() == set()
     settle(sessions)
     assert sessions.sends.sessions == {}
 

@@ -33,7 +33,7 @@ LATE = 1000.0
 
 class Fences:
     """Connections that have lost one rank. `times` are those of the fences, which answer as `answers` says, or are not quiet.
-    `quiet`: the ranks that were proved quiet.
+    `quiet`: the ranks that were proved quiet. `unproved`: those that something waits for.
     """
 
     def __init__(self, process: Any) -> None:
@@ -41,6 +41,7 @@ class Fences:
         self.now = 0.0
         self.quiet: list[PeerRank] = []
         self.answers: dict[PeerRank, Fence | OSError] = {}
+        self.unproved = {(PEER, 1), (OTHER, 1)}
         nothing: Any = SimpleNamespace(
             me="decode/0",
             peer=lambda _: Peer(),
@@ -52,6 +53,7 @@ class Fences:
             lender=SimpleNamespace(problem="", has_none=False),
         )
         nothing.disconnect = lambda peer, _: SimpleNamespace(engine=peer, process=process)
+        nothing.unproved = lambda: self.unproved
         nothing.peer_quiet = lambda peer, **_: self.quiet.append(peer)
         self.connections = Connections(
             backend=self,  # type: ignore[arg-type]
@@ -109,6 +111,30 @@ def test_a_rank_is_fenced_soon_after_its_process_ends_however_long_it_was_silent
     assert times[0] - LATE <= PROCESS_CHECK_S
     assert sum(at - times[0] < 1 for at in times) > 3, "the kernel may take a while to free what the process had"
     assert times[-1] - times[-2] == pytest.approx(MAX_FENCE_S)
+
+
+@pytest.mark.parametrize("process", [None, SimpleNamespace(has_ended=lambda: True)])
+def test_a_lost_rank_that_nothing_waits_for_is_forgotten(process: Any) -> None:
+    """Of ranks of other hosts no proof comes, and each keeps what the engine knows of it."""
+    fences = Fences(process)
+    fences.connections.lose(Lost(OTHER, 1, 0, "it is silent"), fences.now)
+    fences.run(LATE)
+    assert fences.connections.num_fencing == 2
+    fences.unproved = {(OTHER, 1)}
+    fences.run(LATE + 2 * MAX_FENCE_S)
+    assert fences.connections.num_fencing == 1
+    fences.unproved = set()
+    fences.run(LATE + 4 * MAX_FENCE_S)
+    assert fences.connections.num_fencing == 0
+    assert fences.run(LATE + 60) == []
+
+
+def test_a_rank_whose_process_may_go_on_here_is_fenced_until_it_is_quiet() -> None:
+    """Its fence also shuts the connections of a process that executes another program."""
+    fences = Fences(SimpleNamespace(has_ended=lambda: False))
+    fences.unproved = set()
+    fences.run(LATE)
+    assert fences.connections.num_fencing == 1
 
 
 def test_an_engine_that_raises_when_it_is_asked_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
