@@ -192,11 +192,11 @@ class Worker:
 
     def _send(self, request: Request) -> None:
         sender = self.manager.sender(request.id, attempt=request.attempt, peer=request.peer, tag=request)
-        prompt = request.prompt
+        prompt, pages = request.prompt, Pages(request.pages)
         for start in range(0, len(prompt), CHUNK):
             stop = min(start + CHUNK, len(prompt))
             self.cache.write(request.pages, start, key_and_value(prompt[start:stop], start))
-            sender.send({"kv": Pages(request.pages)}, tokens=(start, stop))
+            sender.send({"kv": pages}, tokens=(start, stop))
         first = next_token(self.cache.read(request.pages, len(prompt)))
         sender.finish(payload=json.dumps(first).encode())
 

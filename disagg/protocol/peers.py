@@ -264,13 +264,13 @@ class PeerTable:
             self._links.lose(link, cause, now)
 
     def start_anew(self, peer: PeerRank, cause: str, now: float) -> None:
-        """As `on_unreachable`, also for a peer that may have connected its engine although it is not ready here."""
+        """As `on_unreachable`, also for a peer that may have connected its engine although it is not ready here: the next
+        hello is of another generation.
+        """
         link = self._links.to(peer)
-        if link is None:
-            return
-        if link.is_ready:
+        if link is not None and link.is_ready:
             self._links.lose(link, cause, now)
-        else:
+        elif link is not None and link.epoch:
             link.begin(link.epoch, link.generation + 1)
             self._links.greet_soon(link, now)
 

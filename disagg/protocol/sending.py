@@ -220,6 +220,7 @@ class Sends:
         else:
             destination.knows_failure = True
             self._fail(session, peer, destination, message.reason, now, knows=True)
+            self._end_awaited(session, destination, now)
         self._settle(session)
 
     def on_outcome(self, peer: PeerRank, message: Outcome, now: float) -> None:
@@ -229,6 +230,7 @@ class Sends:
         destination.knows_failure |= not message.ok
         if destination.state is SendState.ACTIVE and not message.ok:
             self._fail(session, peer, destination, message.reason, now, knows=True)
+            self._end_awaited(session, destination, now)
         if destination.step(SendStep.OUTCOME):
             destination.ok = message.ok
             destination.reason = "" if message.ok else destination.reason or message.reason
@@ -236,7 +238,12 @@ class Sends:
 
     # -- peers and time ----------------------------------------------------------------------------------------------
 
-    def peer_lost(self, peer: PeerRank, cause: str, *, epoch: int = 0) -> None:
+    def _end_awaited(self, session: SendSession, failed: Destination, now: float) -> None:
+        """The request has failed on one rank of the receiver: others might never reserve it, or in vain."""
+        if session.num_awaited > 0:
+            self.abort(session, RequestAborted(failed.reason, cause=failed.cause), now)
+
+    def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
         """Source rows stay leased while a transfer to the peer may still read them."""
         self.parked.drop_peer(peer)
         for session in [found for found in self.sessions.values() if found.peer == peer.instance]:
@@ -245,6 +252,7 @@ class Sends:
                 destination.lost_at = epoch
                 if not destination.reason:
                     destination.reason, destination.cause = f"{peer} is gone: {cause}", Cause.PEER_LOST
+                self._end_awaited(session, destination, now)
                 self._settle(session)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
@@ -266,7 +274,7 @@ class Sends:
         removed = f"peer {instance!r} was removed"
         for session in self.table.of(instance):
             for peer in tuple(session.destinations):
-                self.peer_lost(peer, removed)
+                self.peer_lost(peer, removed, now)
             self.abort(session, RequestAborted(removed, cause=Cause.PEER_LOST), now)
         self.table.forget(instance)
 

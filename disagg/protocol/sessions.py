@@ -129,7 +129,7 @@ class Sessions:
         only.
         """
         self.receives.peer_lost(peer, cause, now, epoch=epoch, direct=direct)
-        self.sends.peer_lost(peer, cause, epoch=epoch)
+        self.sends.peer_lost(peer, cause, now, epoch=epoch)
         self.lender.peer_lost(peer, epoch, generation)
         self.borrower.peer_lost(peer)
 
@@ -159,6 +159,12 @@ class Sessions:
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
         for rank in ranks:
             self.notices.send(PeerRank(peer, rank), message)
+
+    def give_up(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int], reason: str) -> None:
+        """Tell ranks that a receive has failed before it reserved anything."""
+        del source_group  # an attempt is of one
+        for rank in ranks:
+            self.notices.send(PeerRank(peer, rank), Abort(**ids(key), nonce=nonce, reason=reason))
 
     def want(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         message = Wanted(**ids(key), nonce=nonce, source_group=source_group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from disagg.arguments import Ids, check_needs, check_number, check_ready, check_text
@@ -14,7 +15,7 @@ from disagg.layout.agreement import Agreement
 from disagg.protocol.messages import Verify
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
-from disagg.protocol.types import Event, RequestKey
+from disagg.protocol.types import Event, RequestKey, brief
 from disagg.requests import Receiver, Sender
 from disagg.runtime.runtime import Runtime
 
@@ -84,12 +85,12 @@ def open_receiver(
             runtime.transfers.not_ready.append((session, ready))
         return session
 
-    def decline_unopened(_: Event) -> None:
+    def give_up_unopened(event: Event) -> None:
         if receiver.session is None:
-            tell(runtime, runtime.sessions.decline, key, peer=peer, group=group)
+            tell(runtime, partial(runtime.sessions.give_up, reason=brief(event.error)), key, peer=peer, group=group)
 
     runtime.open(receiver, ending, open_session, wait_until=deadline)
-    receiver.on_end(decline_unopened)
+    receiver.on_end(give_up_unopened)
     return receiver
 
 
@@ -120,7 +121,7 @@ def open_sender(
 
 
 def tell(runtime: Runtime, message: Callable[..., None], key: RequestKey, *, peer: str, group: int) -> None:
-    """Send a `message` of `Sessions`, `decline` or `want`, to every rank of a group that may write the request to this
+    """Send a `message` of `Sessions`, such as `decline`, to every rank of a group that may write the request to this
     one.
     """
 

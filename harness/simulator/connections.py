@@ -111,6 +111,12 @@ class ConnectionWorld:
         if (waiting := self.live.get(other)) is not None:
             self._at(self._rng.choice(RECONNECT_S), lambda: self._reconnect(waiting, process))
 
+    def renew(self, name: str) -> None:
+        """Start the engine of a process again."""
+        process = self.live[name]
+        process.table.start_anew(PeerRank(_other(name), 0), "another engine", self.now)
+        self._carry_out(process)
+
     def _reconnect(self, waiting: Process, process: Process) -> None:
         """Send the queued messages to the process that listens now."""
         if not process.alive or not waiting.alive:
@@ -302,7 +308,7 @@ def check_connections(seed: int) -> list[str]:
 def _fault(world: ConnectionWorld, rng: random.Random) -> tuple[str, dict[str, int]]:
     """Make one fault. Returns what it is, and how often each process may lose its peer for it."""
     name = rng.choice(NAMES)
-    kind = rng.choice(("kill", "kill", "cut", "reset"))
+    kind = rng.choice(("kill", "kill", "cut", "reset", "renew"))
     if kind == "kill" and name in world.live:
         survivor = world.live.get(_other(name))
         world.kill(name)
@@ -314,6 +320,9 @@ def _fault(world: ConnectionWorld, rng: random.Random) -> tuple[str, dict[str, i
         seconds = rng.choice((0.2, 2.0, 10.0))
         world.cut(seconds)
         return f"a cut of {seconds} s", once
+    if kind == "renew" and name in world.live:
+        world.renew(name)
+        return f"{name} started its engine again", once
     world.reset()
     return "a connection broke", once
 

@@ -50,6 +50,31 @@ def strangers(prefill: Side, decode: Side, **settings: Any) -> Iterator[Cluster]
             rank.manager.close()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_receive_that_ends_before_its_peer_is_ready_fails_the_send(is_late: bool) -> None:
+    """It is no success, and the next attempt gets the offer of any."""
+    with strangers(Side(), Side()) as instances:
+        prefill, decode = instances.prefill[0], instances.decode[0]
+        request = new_request_id()
+        address = prefill.manager.address
+        first = None if is_late else prefill.manager.sender(request, attempt=None, deadline_s=DEADLINE_S)
+        more: dict[str, Any] = {"peer": "prefill-0", "address": address, "rows": rows_of(decode), "need": {"kv": (0, TOKENS)}}
+        receiver = decode.manager.receiver(request, **more)
+        receiver.abort("client left")
+        assert not receiver.wait(timeout_s=DEADLINE_S).ok
+        decode.manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+        if first is None:
+            until(lambda: depth(prefill.manager, "parked_reserves") == 1)
+            first = prefill.manager.sender(request, attempt=None, deadline_s=DEADLINE_S)
+        event = first.wait(timeout_s=DEADLINE_S)
+        assert not event.ok
+        assert "client left" in str(event.error)
+        until(lambda: event.lease.released)
+        second = decode.manager.receiver(request, attempt=1, deadline_s=DEADLINE_S, **more)
+        offer(prefill, request, attempt=None)
+        assert second.wait(timeout_s=DEADLINE_S).ok
+
+
 def test_what_a_request_needs_is_read_at_the_call() -> None:
     """Also if its peer is not known yet: a server may use the same mapping, and the same ranges, for its next request."""
     with strangers(Side(), Side()) as instances:

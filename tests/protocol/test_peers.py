@@ -400,6 +400,28 @@ def test_a_rank_that_the_engine_cannot_reach_is_connected_anew() -> None:
     assert take_effects(table) == [SendHello(0, 1, 7)]
 
 
+def test_a_peer_is_connected_anew_also_before_it_is_ready() -> None:
+    """It may have connected to an engine that has been replaced since."""
+    table = peer_table()
+    table.start_anew(DECODE, "another engine", 0.0)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.start_anew(DECODE, "another engine", 0.0)
+    table.tick(0.0)
+    assert SendHello(0, 0, 0) in take_effects(table), "it cannot have connected"
+    table.on_inbound(b"c1", "", hello(), 0.5)
+    take_effects(table)
+    table.start_anew(DECODE, "another engine", 1.0)
+    reply(table, LEADER, welcome(), 1.0)
+    assert table.link(DECODE) is None, "the welcome is of the generation before"
+    table.tick(1.0)
+    assert SendHello(0, 1, 7) in take_effects(table)
+    reply(table, LEADER, welcome(generation=1), 1.5)
+    assert table.link(DECODE) is not None
+    take_effects(table)
+    table.start_anew(DECODE, "another engine", 2.0)
+    assert take_effects(table) == [Lost(DECODE, 7, 1, "another engine")]
+
+
 def test_a_process_that_has_ended_is_lost_at_once() -> None:
     table = peer_table()
     make_ready(table)

@@ -176,6 +176,28 @@ def test_an_aborted_destination_does_not_end_an_unfinished_send() -> None:
     assert take_kinds(sessions) == ["StartTransfer"]
 
 
+@pytest.mark.parametrize("how", ["it gives up", "it fails", "it is gone"])
+def test_a_rank_that_ends_ends_the_send_for_those_that_have_not_reserved(how: str) -> None:
+    """They might never do so, and the server would wait for its deadline, if it has one."""
+    sessions = Sessions()
+    session = send(sessions, ranks=2)
+    sessions.on_message(D0, reserve(), 0.0)
+    take_effects(sessions)
+    match how:
+        case "it gives up":
+            sessions.on_message(D0, Abort(**IDS, reason="client gone"), 1.0)
+        case "it fails":
+            sessions.on_message(D0, Outcome(**IDS, ok=False, reason="no room"), 1.0)
+        case _:
+            sessions.peer_lost(D0, "it was killed", 1.0)
+    (event,) = [effect for effect in take_effects(sessions) if isinstance(effect, Event)]
+    assert (event.ok, session.lease.released) == (False, True)
+    reason = {"it gives up": "client gone", "it fails": "no room", "it is gone": "D/0 is gone: it was killed"}[how]
+    assert reason in str(event.error)
+    sessions.on_message(D1, reserve(nonce=8), 2.0)
+    assert take_kinds(sessions) == ["Abort", "Drained"]
+
+
 @pytest.mark.parametrize("blocked_by", ["a pending transfer", "a missing outcome", "a missing reserve"])
 def test_the_deadline_is_reported_in_every_state(blocked_by: str) -> None:
     sessions = Sessions()
