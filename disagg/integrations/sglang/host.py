@@ -63,7 +63,7 @@ def host_of(queue: Any) -> Host:
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
     if transfers is not None and options.disaggregation_decode_enable_radix_cache:
-        check_windows(queue)
+        check_windows(queue.scheduler)
     reuses_pages = options.disaggregation_decode_enable_radix_cache or options.disaggregation_decode_enable_offload_kvcache
     return describe(queue, reuses_pages=bool(reuses_pages))
 
@@ -212,20 +212,12 @@ def storage_option(options: Any) -> str | None:
     return next((option for option, has in given.items() if has), None)
 
 
-def check_windows(queue: Any) -> None:
-    """Raise `ConfigError` where a radix cache would have unfilled tokens of a window. With pages of one token SGLang does
-    not note which ones arrive. Larger pages are filled from the window's first token on, which servers that read them from a
-    storage do not know.
+def check_windows(scheduler: Any) -> None:
+    """Raise `ConfigError` where a radix cache on decode would have unfilled tokens of a window: SGLang caches whole pages, also
+    those of which only the window's end has arrived, and a shorter prompt of the same tokens reads their beginning.
     """
-    scheduler = queue.scheduler
-    if not scheduler.tp_worker.is_hybrid_swa:
-        return
-    what = "with --disaggregation-decode-enable-radix-cache and a model that has a pool for sliding windows"
-    if not queue._uses_swa_tail_prealloc():
-        found = queue.token_to_kv_pool_allocator.page_size
-        raise ConfigError(f"transfer backend disagg: expected --page-size above 1 {what}, found --page-size {found}")
-    option = storage_option(scheduler.server_args)
-    if option is not None:
+    if scheduler.tp_worker.is_hybrid_swa:
         raise ConfigError(
-            f"transfer backend disagg: expected no {option} {what}: other servers would read pages that are filled in part"
+            "transfer backend disagg: expected no --disaggregation-decode-enable-radix-cache with a model that has a pool for "
+            "sliding windows: shorter prompts would read tokens that have not arrived"
         )
