@@ -38,7 +38,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,13 @@ NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "
 """Headers of one connection, or of the body as it came."""
 MAX_BODY_NBYTES = 64 << 20
 RETRY_AFTER_S = 0.5
+MAX_SAID = 10
+"""Attempts after which a client gets the error with which all were answered."""
 CONNECT_S = 5.0
+UNREACHABLE = (ClientConnectorError, ConnectionTimeoutError)
+AWAY_S = 5.0
+BACKLOG = 4096
+"""Of connections that are not accepted yet. Clients wait for a second if there is no room."""
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 ASK_TIMEOUT = ClientTimeout(total=30, sock_connect=CONNECT_S)
 """How long a server may take to say what it is. A scheduler answers between two steps."""
@@ -166,7 +172,9 @@ Body = Mapping[str, Any]
 
 
 class Failed(Exception):
-    """A server cannot serve this request now."""
+    """A server cannot serve this request now. `answer`: what it has answered."""
+
+    answer: Refused | None = None
 
 
 class NotPrefilled(Exception):
@@ -400,7 +408,7 @@ class Client:
         """Where vLLM finds the state of an SGLang server's replica: the control address of its first rank, which is also its
         name.
         """
-        where = URL(prefill.url).with_port(prefill.bootstrap_port).with_path("/route")
+        where = URL(prefill.url).with_scheme("http").with_port(prefill.bootstrap_port).with_path("/route")  # never TLS
         async with self.open("GET", str(where), params={**FIRST_RANK, "prefill_dp_rank": replica}) as answer:
             if not answer.ok:
                 raise Failed(f"{answer.url}: {answer.status} {(await answer.text())[:300]}")
@@ -502,10 +510,15 @@ def failure(url: URL, message: str) -> Exception:
 async def check(answer: ClientResponse) -> None:
     """Raises `Failed` for an error of the server, and `Refused` for an error of the request."""
     is_hidden = answer.status == web.HTTPBadRequest.status_code and answer.url.path.endswith(RESPONSES)
-    if answer.status >= 500 or (is_hidden and FAILED_INSIDE.search(await answer.read())):
-        raise failure(answer.url, f"{answer.status} {await answer.text()}")
-    if not answer.ok:
-        raise Refused(answer.status, await answer.read(), passed_back(answer))
+    said = None if answer.ok else Refused(answer.status, await answer.read(), passed_back(answer))
+    is_not_implemented = answer.status == web.HTTPNotImplemented.status_code  # such as for an image of another format
+    if (answer.status >= 500 and not is_not_implemented) or (is_hidden and FAILED_INSIDE.search(await answer.read())):
+        error = failure(answer.url, f"{answer.status} {await answer.text()}")
+        if isinstance(error, Failed):
+            error.answer = said
+        raise error
+    if said is not None:
+        raise said
 
 
 async def read_json(answer: ClientResponse) -> Any:
@@ -1377,6 +1390,7 @@ class Proxy:
         self._prefills, self._decodes = itertools.cycle(prefills), itertools.cycle(decodes)
         self._num_prefills, self._decode_urls, self._retry_s = len(prefills), frozenset(decodes), retry_s
         self._prefill_urls = frozenset(prefills)
+        self._away_until: dict[str, float] = {}
         self._num_decodes, self._moves = len(decodes), move
         self._conversations = Conversations() if keep else None
         self._drains: dict[str, asyncio.Task[dict[str, Any]]] = {}
@@ -1428,6 +1442,7 @@ class Proxy:
         until = time.monotonic() + self._retry_s
         names = [] if self._conversations is None else beginnings(body)
         kept = None if self._conversations is None else await self._conversations.take(names)
+        said, num_said, num_away = b"", 0, 0
         while True:
             try:
                 return await self._attempt(request, of_client(body), names, kept)
@@ -1435,14 +1450,26 @@ class Proxy:
                 logger.warning("%s: %s", type(error).__name__, error)
                 if time.monotonic() > until:
                     raise
+                answer = error.answer if isinstance(error, Failed) else None
+                if answer is not None:
+                    num_said = num_said + 1 if answer.body == said else 1
+                    if num_said == MAX_SAID:  # by no server that ends: what the request asks for
+                        raise answer from error
+                said = b"" if answer is None else answer.body
+                num_away = num_away + 1 if isinstance(error, UNREACHABLE) else self._num_decodes
             body, kept = once_more(request.path, body), None
-            await asyncio.sleep(RETRY_AFTER_S)
+            if num_away >= self._num_decodes:  # else the next server is asked at once
+                await asyncio.sleep(RETRY_AFTER_S)
 
     async def _attempt(self, request: web.Request, body: Body, names: list[bytes], kept: Body | None) -> web.StreamResponse:
         """Raises `Failed` or `ClientError` if the request may be tried again."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        while (decode := await self._client.server(next(self._open_decodes()), headers)).url in self._drains:
-            pass  # it is drained meanwhile
+        while True:
+            url = next(self._open_decodes())
+            with self._noted(url):
+                decode = await self._client.server(url, headers)
+            if url not in self._drains:  # meanwhile
+                break
         is_turn = bool(names) and all(count in (None, 1) for count in num_answers(body))
         may_take = not self._client.are_sglang(self._prefill_urls)  # SGLang's prefill takes nothing
         keep = secrets.token_hex(16) if is_turn and may_take and not decode.is_sglang else ""
@@ -1451,7 +1478,8 @@ class Proxy:
             given.reason = given.reason or "the proxy moves none"
         self._answers.add(given)
         try:
-            return await self._divided(request, body, headers, given, kept)
+            with self._noted(decode.url):
+                return await self._divided(request, body, headers, given, kept)
         finally:
             self._answers.discard(given)
             if keep and given.is_whole and self._conversations is not None:  # also if the client has left since
@@ -1459,12 +1487,24 @@ class Proxy:
                 self._conversations.put(names, asyncio.create_task(asking))
 
     def _open_decodes(self) -> Iterator[str]:
-        """The decode servers that get new requests, from the next one on. Raises `Failed` if there is none."""
+        """The decode servers that get new requests, from the next one on, and last those that could not be reached just now.
+        Raises `Failed` if there is none.
+        """
         urls = [url for url in itertools.islice(self._decodes, self._num_decodes) if url not in self._drains]
         if not urls:
             raise Failed("every decode server is drained")
         next(self._decodes)
-        yield from urls
+        now = time.monotonic()
+        yield from sorted(urls, key=lambda url: self._away_until.get(url, 0.0) > now)
+
+    @contextmanager
+    def _noted(self, url: str) -> Iterator[None]:
+        """Note that a decode server cannot be reached, so that others are asked first for a while."""
+        try:
+            yield
+        except UNREACHABLE:
+            self._away_until[url] = time.monotonic() + AWAY_S
+            raise
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         """Give a server no more requests, let others go on with its answers, and respond once it has none."""
@@ -1677,8 +1717,8 @@ class Proxy:
             try:
                 async with self._client.open(request.method, where, data=data, headers=headers) as answer:
                     return await send(request, answer, b"", answer.content.iter_any())
-            except (ClientConnectorError, ConnectionTimeoutError) as error:
-                failure = error
+            except UNREACHABLE as error:
+                self._away_until[url], failure = time.monotonic() + AWAY_S, error
             finally:
                 self._passing[url] -= 1
         raise failure
@@ -1717,6 +1757,13 @@ def main() -> None:
     parser.add_argument(
         "--move", action="store_true", help="let streams of vLLM's decode servers go on at others when one of them is drained"
     )
+    parser.add_argument(
+        "--shutdown-s",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long open answers may take once it is told to end",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=8000)
     given = parser.parse_args()
@@ -1727,7 +1774,14 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     proxy = Proxy(given.prefill, given.decode, retry_s=given.retry_s, keep=given.keep, move=given.move)
     try:
-        web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
+        web.run_app(
+            proxy.application(),
+            host=given.host,
+            port=given.port,
+            handler_cancellation=True,
+            shutdown_timeout=given.shutdown_s,
+            backlog=BACKLOG,
+        )
     except OSError as error:  # the port is in use, or not ours to take
         sys.exit(f"pd_proxy: {error}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import resource
 import socket
@@ -26,6 +27,7 @@ from yarl import URL
 
 from examples import pd_proxy
 from examples.pd_proxy import DECLINED, MAX_BODY_NBYTES, Conversations, Proxy, beginnings, end, main
+from harness.ports import free_ports
 from tests.support.tcp import full_port
 
 WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
@@ -1381,6 +1383,54 @@ def test_prefill_is_not_asked_again_where_it_is_for_what_is_no_fault_of_its_own(
         assert pair.prefill.num_located == 1
 
     run(scenario, StandIn(prefills), StandIn(decode))
+
+
+@pytest.mark.parametrize(("status", "num_asked"), [(501, 1), (500, 3)])
+def test_an_error_that_is_the_requests_own_reaches_the_client(
+    status: int, num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM answers so to an image of a format that it does not know, and to one that it cannot fetch."""
+    monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 0.001)
+    monkeypatch.setattr("examples.pd_proxy.MAX_SAID", 3)
+
+    async def fails(_: web.Request, __: Asked) -> web.StreamResponse:
+        return web.json_response({"error": "no such image"}, status=status)
+
+    async def scenario(pair: Pair) -> None:
+        found, text, _ = await pair.post(COMPLETION)
+        assert (found, text) == (status, '{"error": "no such image"}')
+        assert len(pair.decode.bodies()) <= 2 * num_asked  # with prefill, and alone
+
+    run(scenario, StandIn(fails), StandIn(fails), retry_s=60.0)
+
+
+def test_errors_that_differ_are_not_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 0.001)
+    monkeypatch.setattr("examples.pd_proxy.MAX_SAID", 3)
+    asked = itertools.count()
+
+    async def starts(request: web.Request, given: Asked) -> web.StreamResponse:
+        if (number := next(asked)) < 8:
+            return web.json_response({"error": f"{number // 2}"}, status=500)
+        return await decodes(request, given)
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == 200
+
+    run(scenario, StandIn(prefills), StandIn(starts), retry_s=60.0)
+
+
+def test_a_decode_server_that_is_down_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is asked at once, and later requests begin with it."""
+    monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 3600.0)
+    (port,) = free_ports(1)
+
+    async def scenario(pair: Pair) -> None:
+        for _ in range(6):
+            assert (await pair.post(COMPLETION))[0] == 200
+        assert len(pair.decode.bodies()) == 6
+
+    run(scenario, StandIn(prefills), StandIn(decodes), retry_s=60.0, others=[f"http://127.0.0.1:{port}"])
 
 
 def test_a_host_that_drops_packets_takes_a_connections_time_of_one_turn_only(monkeypatch: pytest.MonkeyPatch) -> None:
