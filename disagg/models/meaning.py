@@ -110,9 +110,9 @@ _OTHER_WORDS = frozenset({
 
 _NO_STATE = frozenset({
     "use_cache", "cache_implementation", "use_cache_kernel", "use_cache_quantization", "pre_allocate_kv_cache",
-    "for_llm_compressor", "latent_query_num",
+    "for_llm_compressor", "latent_query_num", "ignore_index",
 })  # fmt: skip
-"""They say how the model is run, or belong to parts that make embeddings."""
+"""They say how the model is run or trained, or belong to parts that make embeddings."""
 
 
 def unread_state(values: Mapping[str, Any], read: Iterable[str]) -> Iterator[tuple[str, str]]:

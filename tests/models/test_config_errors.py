@@ -135,6 +135,7 @@ class TestErrors:
             (LLAMA, {"use_cache": True, "cache_implementation": "static", "image_token_index": 7, "moe_latent_size": 64}),
             (LLAMA, {"quantization_config": {"kv_cache_quant_algo": "none", "kv_cache_group": []}}),
             ({**LLAMA, "model_type": "gpt_bigcode", "n_layer": 2, "n_head": 4, "n_embd": 8}, {"pre_allocate_kv_cache": True}),
+            (LLAMA, {"ignore_index": -100}),  # of the loss, as Kimi-K3's and LLaVA's files have it
             ({**LLAMA, "model_type": "minimax_m2", "head_dim": 8}, {"layernorm_linear_attention_beta": 1.0}),
             (FALCON, {"ssm_multipliers": [1.0], "mamba_chunk_size": 256}),
             (GEMMA4, {"per_layer_config": {"03": {"head_dim": 32}}}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,15 +182,31 @@ def num_handed_over(num_prompt_tokens: int) -> int:
     return num_prompt_tokens - 1
 
 
+Shapes = Mapping[Kind, Collection[tuple[object, ...]]] | None
+"""What the layers of a pipeline stage are like, by kind; `None` if each layer has a component of its own in any case."""
+
+
+def shapes_of(groups: tuple[Group, ...], *, num_layers: int | None) -> Shapes:
+    """Raises `ConfigError` as `Group.by_kind` does."""
+    if not (len(groups) == 1 and groups[0].is_incremental and not groups[0].has_windows):
+        return None
+    kinds = groups[0].by_kind(num_layers)
+    return {kind: {_shape(groups[0].specs[each]) for each in layers.values()} for kind, layers in kinds.items()}
+
+
 def component_names(
-    groups: tuple[Group, ...], *, num_layers: int | None, prefix: str = ""
+    groups: tuple[Group, ...], *, num_layers: int | None, prefix: str = "", stages: Sequence[Shapes] | None = None
 ) -> Iterator[tuple[Group, str, dict[int, str]]]:
-    """A worker's components: group, name, and vLLM's layer names by id, as in `Group.by_kind`."""
-    single = len(groups) == 1 and groups[0].is_incremental and not groups[0].has_windows
+    """A worker's components: group, name, and vLLM's layer names by id, as in `Group.by_kind`. Names follow from the layers of
+    all `stages` (`None`: these are all).
+    """
+    found = [shapes_of(groups, num_layers=num_layers)] if stages is None else stages
+    known = [each for each in found if each is not None]
     for group in groups:
         for kind, layers in group.by_kind(num_layers).items():
             name = "kv" if kind in (Kind.WINDOW, Kind.CHUNK) else kind.value
-            if single and len({_shape(group.specs[each]) for each in layers.values()}) == 1:
+            shapes = set[tuple[object, ...]]().union(*(each.get(kind, ()) for each in known))
+            if len(known) == len(found) and len(shapes) == 1:
                 yield group, prefix + component_name(name, None), layers
             else:
                 for layer, vllm_name in sorted(layers.items()):

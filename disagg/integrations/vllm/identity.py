@@ -111,7 +111,7 @@ def _layer(config: VllmConfig, kind: Kind, spec: Any, name: str, topology: Topol
     """What servers must agree on of a draft layer's cache. A difference is no reason to refuse the pair."""
     heads = draft_heads(config, spec, topology) if kind in BY_HEAD else spec.num_kv_heads * topology.tp
     format_ = [spec.dtype, spec.kv_quant_mode.name, spec.tokens_per_state]
-    if kind in (*BY_HEAD, Kind.LATENT) and spec.dtype.itemsize == 1:
+    if kind in (*BY_HEAD, Kind.LATENT) and spec.dtype.itemsize == 1 and has_scales(spec):
         format_.append(fp8_format(config, name) or attention_layer(config, name).kv_cache_dtype)
     sizes = f"{spec.head_size}+{spec.head_size_v}"
     return ":".join(map(str, (1 if isinstance(spec, MLAAttentionSpec) else heads, sizes, *format_)))
@@ -256,9 +256,11 @@ def _kv_scales(
             if kind not in (*BY_HEAD, Kind.LATENT):
                 continue
             for layer, name in layers.items():
+                if not has_scales(group.specs[name]):
+                    continue
                 is_in_layout = num_layers is not None and kind is not Kind.LATENT and tensor_scales(config, name) is not None
                 is_quantized = str(attention_layer(config, name).kv_cache_dtype) not in PLAIN
-                if has_scales(group.specs[name]) and is_quantized and not is_in_layout:
+                if is_quantized and not is_in_layout:
                     attention = attention_layer(config, name)
                     own[layer] = tuple(each.reshape(-1).tolist() for each in (attention._k_scale, attention._v_scale))
                     if _has_scales_by_head(attention):
@@ -314,6 +316,8 @@ def _options(config: VllmConfig) -> dict[str, Any]:
     model = config.model_config
     found["attn_temperature_tuning"] = _tunes_temperature(model)
     found["q_scaling"] = _q_scaling(model)
+    if "K2HorizonForCausalLM" in (model.architectures or ()) and model.quantization:
+        found["k_channels"] = model.quantization  # it orders those of projections that are not quantized otherwise
     if model.using_transformers_backend() and (model.use_mla or str(model.model_impl) == "transformers"):
         found["model_impl"] = "transformers"  # orders the rotated part of a latent otherwise; its weights may be permuted
     return {name: value for name, value in found.items() if value}

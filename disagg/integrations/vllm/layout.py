@@ -35,7 +35,7 @@ from disagg.integrations.vllm.formats import (
     read_format,
     shared_component,
 )
-from disagg.integrations.vllm.groups import Group, Kind, component_names, kind_of, read_groups
+from disagg.integrations.vllm.groups import Group, Kind, Shapes, component_names, kind_of, read_groups
 from disagg.integrations.vllm.identity import (
     PLAIN,
     Gather,
@@ -98,8 +98,10 @@ def read_caches(
     model: Mapping[str, Any],
     drafts: Drafts,
     from_tp: Gather,
+    stages: Sequence[Shapes] | None = None,
 ) -> tuple[Cache, ...]:
     """Describe a worker's KV cache. `model` is the `config.json`. `from_tp` gathers from the stage's tensor-parallel ranks.
+    `stages` are the shapes of all pipeline stages, if there are several.
     Draft layers are optional components, named by what their KV is made with. Raises `ConfigError` if the cache cannot be
     moved, or its tensors are not as expected.
     """
@@ -107,7 +109,8 @@ def read_caches(
     draft_groups = drafts.draft(read_groups(kv, dcp=topology.cp))
     name_of_model = str(config.model_config.model)
     describe = functools.cache(lambda: from_config(model, name=name_of_model, kv_dtype="bfloat16"))  # KV has its tensors' dtype
-    parts = [(*part, False) for part in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers())]
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    parts = [(*part, False) for part in component_names(groups, num_layers=num_layers, stages=stages)]
     if draft_groups:
         prefix = f"draft.{identify_draft(config, draft_groups, topology, from_tp=from_tp)}."
         parts += [(*part, True) for part in component_names(draft_groups, num_layers=None, prefix=prefix)]

@@ -27,7 +27,7 @@ from disagg.core.topology import Topology
 from disagg.integrations.handoff import Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.drafts import Drafts
-from disagg.integrations.vllm.groups import check_engine, read_groups
+from disagg.integrations.vllm.groups import Shapes, check_engine, read_groups, shapes_of
 from disagg.integrations.vllm.identity import Scales, identify, read_source
 from disagg.integrations.vllm.layout import Cache, rank_topology, read_caches
 from disagg.integrations.vllm.metadata import (
@@ -113,9 +113,11 @@ class WorkerHalf:
         self._scales = Scales(self._config)
         drafts = Drafts(self._config, self._kv)
 
+        stages = _from_stages(self._shapes(drafts, topology))
+
         def describe() -> list[Component]:
             self._caches = read_caches(
-                self._config, self._kv, tensors, topology, model=source.config, drafts=drafts, from_tp=_from_tp
+                self._config, self._kv, tensors, topology, model=source.config, drafts=drafts, from_tp=_from_tp, stages=stages
             )
             return [cache.component for cache in self._caches]
 
@@ -128,6 +130,13 @@ class WorkerHalf:
         if topology.rank != 0:
             self._start(components, topology, identity, leader)
         self._leader = leader
+
+    def _shapes(self, drafts: Drafts, topology: Topology) -> Shapes:
+        num_layers = self._config.model_config.get_total_num_hidden_layers()
+        try:
+            return shapes_of(drafts.target(read_groups(self._kv, dcp=topology.cp)), num_layers=num_layers)
+        except ConfigError:  # raised again by `read_caches`, with the other stages
+            return None
 
     def _start(
         self, components: Sequence[Component], topology: Topology, model: ModelId, leader: RankAddress | None

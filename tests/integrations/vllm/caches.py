@@ -242,11 +242,10 @@ def _config(server: Server) -> Any:
     """The parts of vLLM's configuration that its own functions and the connector read."""
     options, model = server.options, server.model
     text = model.get("text_config", model)
+    scaled = {"_k_scale": torch.tensor(1.0), "_v_scale": torch.tensor(1.0)}
     layers = {
         layer.name: SimpleNamespace(
-            kv_cache_dtype=layer.dtype,
-            _k_scale=torch.tensor(1.0),
-            _v_scale=torch.tensor(1.0),
+            **({} if layer.name.endswith("swa_cache") else scaled | {"kv_cache_dtype": layer.dtype}),  # V4's has none
             get_attn_backend=lambda layer=layer: SimpleNamespace(get_name=lambda: layer.backend),
             impl=layer.impl and layer.impl(),
         )
@@ -272,7 +271,7 @@ def _config(server: Server) -> Any:
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
             block_size=options["block_size"],
-            cache_dtype=next(iter(layers.values())).kv_cache_dtype,
+            cache_dtype=next(iter(server.layers.values())).dtype,
             get_resolved_kv_cache_layout=lambda: server.layout,
             num_gpu_blocks_override=options["num_blocks"],
             prefix_cache_retention_interval=None,

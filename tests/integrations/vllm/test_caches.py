@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
 
 from disagg.core.errors import ConfigError, LayoutError
-from disagg.integrations.vllm.groups import Kind
+from disagg.integrations.vllm.groups import Kind, component_names, read_groups, shapes_of
+from disagg.integrations.vllm.identity import _kv_scales
 from tests.integrations.vllm.caches import Layer, Server, check_move
 from tests.integrations.vllm.kinds import (
     convolved,
@@ -314,5 +317,31 @@ def test_compressed_latents(made: Options) -> None:
     prefill, decode = (Server(layers, model=shape, tp=tp, **options) for tp in (2, 1))
     kinds = {cache.name.partition(".")[0] for cache in decode.ranks[0].caches}
     assert kinds == {"kv", "mla", "index", "compressor", "index_compressor"}
+    assert _kv_scales(decode.ranks[0].config, decode.groups, 4, 1, lambda own: [own]) == {}
     for num_tokens, chunk in ((1, None), (127, None), (300, 90), (515, 256)):
         check_move(prefill, decode, num_tokens=num_tokens, chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "expected"),
+    [
+        ({}, {}, ["kv"]),
+        ({}, {"dtype": "fp8"}, [f"kv.{layer}" for layer in range(6)]),
+        ({"heads": 4}, {}, [f"kv.{layer}" for layer in range(6)]),
+    ],
+    ids=["alike", "layers whose cache has another format", "layers with fewer heads"],
+)
+@pytest.mark.parametrize("boundary", [2, 3])
+def test_stages_name_components_as_one_stage_does(first: Options, others: Options, expected: list[str], boundary: int) -> None:
+    """Also where the layers of each stage are alike: a server of one stage has both."""
+    layers = [*gqa((0, 1), first.get("heads", 8), 64), *gqa((2, 3, 4, 5), 8, 64, **others)]
+    server = Server(layers, model=model("llama", 6, num_key_value_heads=8), num_blocks=24)
+    specs = {name: spec for group in server.groups for name, spec in group.specs.items()}
+    stages = []
+    for numbers in (range(boundary), range(boundary, 6)):
+        own = {name: spec for name, spec in specs.items() if extract_layer_index(name) in numbers}
+        groups = _project_kv_cache_groups_to_worker(server.kv.kv_cache_groups, own)
+        stages.append(read_groups(replace(server.kv, kv_cache_groups=groups)))
+    shapes = [shapes_of(groups, num_layers=6) for groups in stages]
+    named = [name for groups in stages for _, name, _ in component_names(groups, num_layers=6, stages=shapes)]
+    assert list(dict.fromkeys(named)) == [cache.name for cache in server.ranks[0].caches] == expected

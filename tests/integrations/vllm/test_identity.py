@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from disagg.integrations.shaping import VLLM, names
 from disagg.integrations.vllm.identity import (
     Scales,
     _kv_scales,
+    _options,
     _q_scaling,
     _tunes_temperature,
     attention_layer,
@@ -110,6 +111,22 @@ def test_the_scaling_of_q_is_the_one_that_vllm_reads(by_transformers: bool, give
     """Its own Ministral 3 ignores what the usual format has."""
     model: Any = SimpleNamespace(hf_text_config=SimpleNamespace(**given), using_transformers_backend=lambda: by_transformers)
     assert _q_scaling(model) == expected
+
+
+K2 = "K2HorizonForCausalLM"
+
+
+@pytest.mark.parametrize(("name", "quantization"), [(K2, "fp8"), (K2, None), ("LlamaForCausalLM", "fp8")])
+def test_quantization_counts_where_it_orders_channels(name: str, quantization: str | None) -> None:
+    """VLLM permutes what K2 Horizon's projections make of K when it loads them, unless they are quantized."""
+    model = SimpleNamespace(
+        architectures=[name],
+        quantization=quantization,
+        hf_text_config=SimpleNamespace(model_type="any"),
+        using_transformers_backend=lambda: False,
+    )
+    found = _options(cast(Any, SimpleNamespace(model_config=model, lora_config=None)))
+    assert found == ({"k_channels": "fp8"} if quantization and name == K2 else {})
 
 
 @pytest.mark.parametrize(
