@@ -206,10 +206,11 @@ class Sends:
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
             self.parked.drop(peer, key)
             self._return_loans(peer)
-            if session is not None and session.may_reserve(peer):
-                if session.end_unreserved(peer, message.reason):
-                    self._settle(session)
-            elif session is None and self.table.ended.get(peer.instance, key) is None:
+            if session is not None:
+                if session.may_reserve(peer) and session.end_unreserved(peer, message.reason):
+                    self._end_awaited(session, session.destinations[peer], now)
+                self._settle(session)
+            elif self.table.ended.get(peer.instance, key) is None:
                 self.parked.put(peer, key, message, now, for_s=self._parked_s(peer, key))
             return
         if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be

@@ -65,6 +65,22 @@ def put(sessions: Sessions, session: SendSession) -> None:
     sessions.sends.finish(session, b"first", 0.0)
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_an_offer_of_a_rank_that_writes_nothing_ends_with_a_receive_that_has_not_reserved(is_finished: bool) -> None:
+    """Other ranks write all that it would."""
+    sessions = sessions_of({"D": 0})
+    session = offer(sessions)
+    if is_finished:
+        put(sessions, session)
+    take_effects(sessions)
+    sessions.on_message(D0, abort(), 1.0)
+    if not is_finished:
+        put(sessions, session)
+    (event,) = [effect for effect in take_effects(sessions) if isinstance(effect, Event)]
+    assert (event.ok, event.lease.released) == (True, True)
+    assert not sessions.sends.sessions
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("peer", "attempt"), [("", None), ("D", None), ("", 3), ("D", 3)])
 def test_the_first_reserve_binds_an_offer(peer: str, attempt: int | None, early: bool) -> None:

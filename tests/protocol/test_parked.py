@@ -29,9 +29,11 @@ from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.timers import MAX_KEPT_REASON
 from disagg.protocol.types import Chunk, Limits, PeerRank, RequestKey, ReturnLoans, SendMessage, StartTransfer
+from tests.protocol.send_side import chunk
 
 D0, D1, E0 = PeerRank("D", 0), PeerRank("D", 1), PeerRank("E", 0)
 PAGES = Pages(np.array([1, 2, 3]))
+
 KEY = RequestKey(b"request-reserved", 0)
 
 
@@ -200,24 +202,24 @@ def test_an_abort_before_the_sender_opens_leaves_a_tombstone(order: str) -> None
     assert not [e for e in sessions.effects if isinstance(e, StartTransfer)]
 
 
-def test_an_abort_between_sender_and_reserve_ends_that_destination() -> None:
+def test_an_abort_between_sender_and_reserve_ends_the_send() -> None:
     sessions = Sessions()
-    session = send(sessions, ranks=2)
+    send(sessions, ranks=2)
     for _ in range(2):
         sessions.on_message(D0, abort(), 0.0)
         assert take_messages(sessions) == [(D0, Drained(**ids(KEY)))]
-    sessions.on_message(D0, reserve(), 0.1)
-    assert [type(message) for _, message in take_messages(sessions)] == [Abort, Drained]
-    assert session.destinations[D0].state is SendState.CLOSED
-    sessions.on_message(D1, reserve(nonce=8), 0.1)
-    assert session.destinations[D1].state is SendState.ACTIVE
-    sessions.on_message(D0, Outcome(**ids(KEY), ok=False), 0.2)
-    assert session.destinations[D0].state is SendState.CLOSED
+    for peer, nonce in ((D0, 7), (D1, 8)):
+        sessions.on_message(peer, reserve(nonce=nonce), 0.1)
+        assert [type(message) for _, message in take_messages(sessions)] == [Abort, Drained]
+    assert not sessions.sends.sessions
 
 
 def test_a_reserve_stays_refused_after_its_tombstone_was_dropped() -> None:
+    """The send is open, since bytes for another rank are under way."""
     sessions = Sessions(limits=Limits(max_tombstones=2))
     session = send(sessions, ranks=2)
+    sessions.on_message(D1, reserve(nonce=8), 0.0)
+    sessions.sends.send(session, chunk(0, 0, 20), 0.0)
     sessions.on_message(D0, abort(), 0.0)
     for number in range(5):
         sessions.on_message(D0, abort(numbered(number)), 0.0)
