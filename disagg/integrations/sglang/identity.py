@@ -136,8 +136,8 @@ def left_out(model: Any, text: Any) -> dict[str, str]:
     found = {}
     for name, part in (("attention_bias", "qkv_proj"), ("mlp_bias", "gate_up_proj")):
         layers = (getattr(each, part) for each in model.modules() if hasattr(each, part))
-        biases = (getattr(getattr(layer, "base_layer", layer), "bias", None) for layer in layers)  # adapters wrap layers
-        if getattr(text, name, False) and any(bias is None for bias in biases):
+        biases = [getattr(getattr(layer, "base_layer", layer), "bias", None) for layer in layers]  # adapters wrap layers
+        if getattr(text, name, False) and biases and all(bias is None for bias in biases):  # a part for images may have none
             found[name] = "not read"
     if any(getattr(each, "use_mup", False) for each in model.modules()):
         found["input_mult"] = "read"
