@@ -73,7 +73,7 @@ NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "
 MAX_BODY_NBYTES = 64 << 20
 RETRY_AFTER_S = 0.5
 MAX_SAID = 10
-"""Attempts after which a client gets the error with which all were answered."""
+"""Attempts after which a client gets the HTTP 500 with which all were answered."""
 CONNECT_S = 5.0
 UNREACHABLE = (ClientConnectorError, ConnectionTimeoutError)
 AWAY_S = 5.0
@@ -1451,7 +1451,7 @@ class Proxy:
                 if time.monotonic() > until:
                     raise
                 answer = error.answer if isinstance(error, Failed) else None
-                if answer is not None:
+                if answer is not None and answer.status == web.HTTPInternalServerError.status_code:
                     num_said = num_said + 1 if answer.body == said else 1
                     if num_said == MAX_SAID:  # by no server that ends: what the request asks for
                         raise answer from error
@@ -1478,8 +1478,7 @@ class Proxy:
             given.reason = given.reason or "the proxy moves none"
         self._answers.add(given)
         try:
-            with self._noted(decode.url):
-                return await self._divided(request, body, headers, given, kept)
+            return await self._divided(request, body, headers, given, kept)
         finally:
             self._answers.discard(given)
             if keep and given.is_whole and self._conversations is not None:  # also if the client has left since
@@ -1611,7 +1610,7 @@ class Proxy:
                 logger.warning("prefill server %s: %s", url, error)
                 failure, body, kept = error.cause, once_more(request.path, body), None  # it may have used it up
         if decode.is_sglang:
-            raise failure
+            raise Failed(str(failure)) if isinstance(failure, UNREACHABLE) else failure
         return await self._answer(request, decode, headers, HandOver({}, for_vllm(body, {}, own)), given)
 
     async def _ask_both(self, request: web.Request, attempt: Attempt, given: Answer) -> web.StreamResponse:
@@ -1683,7 +1682,10 @@ class Proxy:
         self, request: web.Request, decode: Server, headers: Mapping[str, str], asked: HandOver, given: Answer
     ) -> web.StreamResponse:
         """Pass decode's answer on to the client."""
-        async with self._client.open("POST", decode.url + request.path, headers=headers, json=asked.decode) as answer:
+        async with AsyncExitStack() as opened:
+            with self._noted(decode.url):
+                asking = self._client.open("POST", decode.url + request.path, headers=headers, json=asked.decode)
+                answer = await opened.enter_async_context(asking)
             await check(answer)
             if answer.content_type == "text/event-stream":
                 parts = read_events(answer, asked.fill)
@@ -1779,7 +1781,7 @@ def main() -> None:
             host=given.host,
             port=given.port,
             handler_cancellation=True,
-            shutdown_timeout=given.shutdown_s,
+            shutdown_timeout=given.shutdown_s / 2,  # it waits twice
             backlog=BACKLOG,
         )
     except OSError as error:  # the port is in use, or not ours to take

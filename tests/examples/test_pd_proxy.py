@@ -1404,6 +1404,23 @@ def test_an_error_that_is_the_requests_own_reaches_the_client(
     run(scenario, StandIn(fails), StandIn(fails), retry_s=60.0)
 
 
+def test_servers_that_are_not_there_yet_are_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those behind an ingress, or that change the number of their ranks: it is tried for as long as it takes."""
+    monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 0.001)
+    monkeypatch.setattr("examples.pd_proxy.MAX_SAID", 3)
+    asked = itertools.count()
+
+    async def starts(request: web.Request, given: Asked) -> web.StreamResponse:
+        if next(asked) < 20:
+            return web.json_response({"error": "try again later"}, status=503)
+        return await decodes(request, given)
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == 200
+
+    run(scenario, StandIn(prefills), StandIn(starts), retry_s=60.0)
+
+
 def test_errors_that_differ_are_not_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 0.001)
     monkeypatch.setattr("examples.pd_proxy.MAX_SAID", 3)
