@@ -168,6 +168,7 @@ def test_a_bias_that_a_model_of_sglang_does_not_read_is_named(name: str, part: s
     setattr(wrapped, part, adapted)
     words = [identity(source, name="mine", modules=[block]).revision.split() for block in (has, wrapped, lacks)]
     assert [f'{name}="not_read"' in each for each in words] == [False, False, True]
+    assert identity(source, name="mine", modules=[has, lacks]).revision.split() == words[0], "a part for images has none"
     plain = read_source(config(tmp_path), None, name="mine")
     assert f"{name}=" not in " ".join(set(identity(plain, name="mine", modules=[lacks]).revision.split()) - set(words[0]))
 
