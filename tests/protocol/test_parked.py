@@ -435,3 +435,19 @@ def test_a_writers_abort_is_resent_until_the_receiver_answers() -> None:
     assert take_messages(sessions) == []
     sessions.on_message(D0, Outcome(**ids(KEY), ok=False), 61.0)
     assert session.destinations[D0].state is SendState.ABORTING
+
+
+def test_a_rank_is_idle_once_no_request_is_open_and_none_is_waited_for() -> None:
+    """Also while rows of requests that have failed are still held."""
+    sessions = Sessions()
+    assert sessions.are_idle
+    sessions.on_message(D0, abort(numbered(1)), 0.0)
+    assert sessions.are_idle, "nobody waits for what an abort is about"
+    sessions.on_message(D0, reserve(), 0.0)
+    assert not sessions.are_idle
+    session = send(sessions)
+    sessions.sends.send(session, chunk(0, 0, 20), 0.0)
+    assert not sessions.are_idle
+    sessions.sends.abort(session, RequestAborted("the client has left"), 1.0)
+    assert sessions.are_idle
+    assert sessions.sends.sessions, "bytes are under way"
