@@ -187,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo3": Family(states=_KV_OR_WINDOW_BY_HEADS, rule=rules.full_every_nth(SLIDING, default=4)),
     **_each(_EXAONE, "exaone4", "exaone_moe"),
-    **_each(Family(states=_KV_OR_WINDOW, rule=rules.alternating(SLIDING, FULL), defaults=_GEMMA2), "gemma2", "vaultgemma"),
+    **_each(Family(states=_KV_OR_WINDOW, rule=rules.gemma2, defaults=_GEMMA2), "gemma2", "vaultgemma"),
     "gemma3_text": Family(
         states=_KV_OR_WINDOW,
         rule=rules.full_every_nth(SLIDING, key="sliding_window_pattern", default=6),

@@ -63,6 +63,14 @@ def alternating(first: str, second: str) -> LayerRule:
     return lambda _, num_layers: [second if layer % 2 else first for layer in range(num_layers)]
 
 
+def gemma2(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Published files name the window twice."""
+    window, again = fields.size("sliding_window"), fields.raw("sliding_window_size")
+    if again not in (None, window):
+        raise fields.error("sliding_window_size", f"{window}, as sliding_window", again)
+    return alternating(SLIDING, FULL)(fields, num_layers)
+
+
 def full_every_nth(other: str, *, default: int, key: str | None = None) -> LayerRule:
     """Full attention in every `default`-th layer, or as often as the field `key` says."""
 

@@ -32,6 +32,8 @@ from tests.support.configs import (
     without,
 )
 
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 64}
+
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -91,6 +93,7 @@ class TestErrors:
             ({**LLAMA, "mamba_config": {"d_state": 16}}, "mamba_config: a recurrent state"),
             ({**MLA, "use_mla": False}, "use_mla: expected true"),
             ({**MPT, "attn_config": {"sliding_window_size": 64}}, "attn_config.sliding_window_size"),
+            ({**GEMMA2, "sliding_window_size": 32}, "sliding_window_size: expected 64, as sliding_window"),
             ({**MPT, "attn_config": {"kv_n_heads": 3}}, "num_key_value_heads: expected a divisor"),
             ({**MPT, "block_overrides": {"order": []}}, "block_overrides: layers of different sizes"),
             ({**LLAMA, "layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
@@ -136,6 +139,7 @@ class TestErrors:
             (LLAMA, {"quantization_config": {"kv_cache_quant_algo": "none", "kv_cache_group": []}}),
             ({**LLAMA, "model_type": "gpt_bigcode", "n_layer": 2, "n_head": 4, "n_embd": 8}, {"pre_allocate_kv_cache": True}),
             (LLAMA, {"ignore_index": -100}),  # of the loss, as Kimi-K3's and LLaVA's files have it
+            (GEMMA2, {"sliding_window_size": 64}),  # as in published files, beside sliding_window
             ({**LLAMA, "model_type": "minimax_m2", "head_dim": 8}, {"layernorm_linear_attention_beta": 1.0}),
             (FALCON, {"ssm_multipliers": [1.0], "mamba_chunk_size": 256}),
             (GEMMA4, {"per_layer_config": {"03": {"head_dim": 32}}}),

@@ -19,7 +19,14 @@ from disagg.integrations.identity import has_windows
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.sglang import payload
 from disagg.integrations.sglang.facts import Facts
-from disagg.integrations.sglang.identity import attention_layers, check_scales, identify, kv_scales, read_source, windows
+from disagg.integrations.sglang.identity import (
+    attention_layers,
+    check_scales,
+    identify,
+    kv_scales,
+    read_source,
+    windows_read,
+)
 from disagg.integrations.sglang.pools import Drafts, Pools, has_numbers, read_facts
 from disagg.integrations.sglang.prompts import UNREAD_OF_ADAPTERS, Prompt, prompt_of
 from disagg.layout.agreement import ModelId
@@ -86,8 +93,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
         kv_scales=scales,
-        # Without this size some backends ignore a layer's.
-        windows=windows(runner.model) if runner.sliding_window_size is not None else {},
+        windows=windows_read(runner),
         by_layer=has_windows(source.config),
         reuses_pages=reuses_pages,
     )

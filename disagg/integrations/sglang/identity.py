@@ -131,6 +131,14 @@ def windows(model: Any) -> dict[int, int]:
     return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
 
 
+def windows_read(runner: Any) -> dict[int, int]:
+    """The layers of which decode reads a window only. Some backends ignore windows, and some those that the model does not name
+    to the server.
+    """
+    ignored = attention_backends(getattr(runner, "attn_backend", None)) & UNWINDOWED_BACKENDS
+    return {} if ignored or runner.sliding_window_size is None else windows(runner.model)
+
+
 def left_out(model: Any, text: Any) -> dict[str, str]:
     """The fields that some of SGLang's models do not read, and those that only SGLang's read."""
     found = {}

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from disagg.core.errors import ConfigError
 from disagg.core.formats import FLOATS, QUANTIZED
 from disagg.core.memory import Device
@@ -196,7 +198,10 @@ def _by_kind(pool: Any, *, window: bool) -> tuple[int, ...]:
 
 def _device(pool: Any) -> Device:
     buffers = pool.k_buffer if _name(pool) in HEADS else pool.kv_buffer
-    return Device.parse(str(buffers[0].device)) if len(buffers) else Device.parse(str(pool.device))
+    device = buffers[0].device if len(buffers) else torch.device(pool.device)
+    if device.type == "cuda" and device.index is None:  # SGLang names it without its number, and has made it the current one
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Device.parse(str(device))
 
 
 def _pages(

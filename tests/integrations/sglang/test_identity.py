@@ -35,6 +35,7 @@ from disagg.integrations.sglang.identity import (
     read_source,
     scaled_by,
     windows,
+    windows_read,
 )
 from disagg.integrations.shaping import SGLANG, names
 
@@ -136,6 +137,15 @@ def test_a_window_that_the_server_does_not_know_is_named(tmp_path: Path) -> None
         *(True, False),
         *(True, True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [("TritonAttnBackend", 63, {1: 63}), ("TritonAttnBackend", None, {}), ("TorchFlexAttnBackend", 63, {})],
+)
+def test_all_tokens_are_moved_to_a_backend_that_reads_them(name: str, size: int | None, expected: dict[int, int]) -> None:
+    runner = SimpleNamespace(model=layers(-1, 63), attn_backend=type(name, (), {})(), sliding_window_size=size)
+    assert windows_read(runner) == expected
 
 
 def test_caps_that_an_attention_backend_ignores_are_named(tmp_path: Path) -> None:

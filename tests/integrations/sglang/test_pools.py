@@ -33,7 +33,7 @@ from sglang.srt.runtime_context import get_parallel
 from disagg import ConfigError, Topology
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.host import check_windows
-from disagg.integrations.sglang.pools import Drafts, Pools, read_facts
+from disagg.integrations.sglang.pools import Drafts, Pools, _device, read_facts
 from tests.integrations.sglang.memory import Memory, Model
 from tests.integrations.sglang.test_layout import GDN, KDA, MAMBA, MAMBA2, copy, request
 
@@ -318,6 +318,14 @@ def test_windows_that_would_be_cached_without_having_arrived_are_refused() -> No
         check_windows(scheduler)
     scheduler.tp_worker.is_hybrid_swa = False
     check_windows(scheduler)
+
+
+def test_a_rank_without_attention_has_its_memory_on_the_gpu_that_sglang_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's pools name a GPU without its number."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    pool = type("MHATokenToKVPool", (), {"k_buffer": [], "device": "cuda"})()
+    assert str(_device(pool)) == "cuda:3"
+    assert str(_device(type("MHATokenToKVPool", (), {"k_buffer": [torch.zeros(1)], "device": "cuda"})())) == "cpu"
 
 
 def test_what_is_read_is_what_sglang_says() -> None:
