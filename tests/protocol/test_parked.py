@@ -439,15 +439,16 @@ def test_a_writers_abort_is_resent_until_the_receiver_answers() -> None:
 
 def test_a_rank_is_idle_once_no_request_is_open_and_none_is_waited_for() -> None:
     """Also while rows of requests that have failed are still held."""
-    sessions = Sessions()
-    assert sessions.are_idle
-    sessions.on_message(D0, abort(numbered(1)), 0.0)
-    assert sessions.are_idle, "nobody waits for what an abort is about"
+    sessions, found = Sessions(), list[bool]()
+    found.append(sessions.are_idle)
+    sessions.on_message(D0, abort(numbered(1)), 0.0)  # nobody waits for what it is about
+    found.append(sessions.are_idle)
     sessions.on_message(D0, reserve(), 0.0)
-    assert not sessions.are_idle
+    found.append(sessions.are_idle)
     session = send(sessions)
     sessions.sends.send(session, chunk(0, 0, 20), 0.0)
-    assert not sessions.are_idle
+    found.append(sessions.are_idle)
     sessions.sends.abort(session, RequestAborted("the client has left"), 1.0)
-    assert sessions.are_idle
+    found.append(sessions.are_idle)
+    assert found == [True, True, False, False, True]
     assert sessions.sends.sessions, "bytes are under way"
