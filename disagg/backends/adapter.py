@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from disagg.backends.base import RemotePeer, TransferStatus
+from disagg.backends.base import Backend, RemotePeer, TransferStatus
 from disagg.backends.endpoint import RegionIndex, decode_endpoint, encode_endpoint
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
@@ -30,6 +30,7 @@ class AdapterPeer:
 
 Peer = TypeVar("Peer", bound=AdapterPeer)
 Descriptor = TypeVar("Descriptor")
+BackendT = TypeVar("BackendT", bound=Backend)
 
 
 class Adapter(Generic[Peer, Descriptor]):
@@ -95,6 +96,16 @@ class Adapter(Generic[Peer, Descriptor]):
         """Raises `NotRegistered` for an address outside the regions of its side."""
         self.index.require(copies.source, copies.nbytes, side="local")
         peer.index.require(copies.destination, copies.nbytes, side="remote")
+
+
+def registered_as(index: RegionIndex, other: BackendT) -> BackendT:
+    """`other`, a new backend, with this process's memory of `index` registered; closed if it cannot be."""
+    try:
+        other.register([region for region in index.regions if isinstance(region, MemoryRegion)])
+    except BaseException:
+        other.close()
+        raise
+    return other
 
 
 def exchange(one: object, other: object, names: Sequence[str]) -> None:

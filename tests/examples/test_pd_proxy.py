@@ -1404,31 +1404,24 @@ def test_an_error_that_is_the_requests_own_reaches_the_client(
     run(scenario, StandIn(fails), StandIn(fails), retry_s=60.0)
 
 
-def test_servers_that_are_not_there_yet_are_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those behind an ingress, or that change the number of their ranks: it is tried for as long as it takes."""
+@pytest.mark.parametrize(
+    ("num_failed", "status", "error"),
+    [
+        (20, 503, lambda _: "try again later"),  # not there yet, such as those that change the number of their ranks
+        (8, 500, lambda number: f"{number // 2}"),
+    ],
+    ids=["not-there-yet", "errors-that-differ"],
+)
+def test_a_failure_that_is_not_the_requests_own_is_tried_for_as_long_as_it_takes(
+    num_failed: int, status: int, error: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 0.001)
     monkeypatch.setattr("examples.pd_proxy.MAX_SAID", 3)
     asked = itertools.count()
 
     async def starts(request: web.Request, given: Asked) -> web.StreamResponse:
-        if next(asked) < 20:
-            return web.json_response({"error": "try again later"}, status=503)
-        return await decodes(request, given)
-
-    async def scenario(pair: Pair) -> None:
-        assert (await pair.post(COMPLETION))[0] == 200
-
-    run(scenario, StandIn(prefills), StandIn(starts), retry_s=60.0)
-
-
-def test_errors_that_differ_are_not_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 0.001)
-    monkeypatch.setattr("examples.pd_proxy.MAX_SAID", 3)
-    asked = itertools.count()
-
-    async def starts(request: web.Request, given: Asked) -> web.StreamResponse:
-        if (number := next(asked)) < 8:
-            return web.json_response({"error": f"{number // 2}"}, status=500)
+        if (number := next(asked)) < num_failed:
+            return web.json_response({"error": error(number)}, status=status)
         return await decodes(request, given)
 
     async def scenario(pair: Pair) -> None:

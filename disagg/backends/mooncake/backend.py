@@ -39,7 +39,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from disagg.backends.adapter import Adapter, AdapterPeer, exchange
+from disagg.backends.adapter import Adapter, AdapterPeer, exchange, registered_as
 from disagg.backends.base import ADDRESS_SPACE, BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import (
@@ -287,12 +287,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return ""
 
     def renew(self) -> bool:
-        other = MooncakeBackend(self._options)
-        try:
-            other.register([region for region in self.index.regions if isinstance(region, MemoryRegion)])
-        except BaseException:
-            other.close()
-            raise
+        other = registered_as(self.index, MooncakeBackend(self._options))
         with self._lock:
             exchange(self, other, _OF_ENGINE)
         other.close()

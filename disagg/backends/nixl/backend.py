@@ -44,7 +44,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from disagg.backends.adapter import Adapter, exchange
+from disagg.backends.adapter import Adapter, exchange, registered_as
 from disagg.backends.base import (
     ADDRESS_SPACE,
     BackendOptions,
@@ -372,12 +372,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         )
 
     def renew(self) -> bool:
-        other = NixlBackend(self._options)
-        try:
-            other.register([region for region in self.index.regions if isinstance(region, MemoryRegion)])
-        except BaseException:
-            other.close()
-            raise
+        other = registered_as(self.index, NixlBackend(self._options))
         with self._lock:
             exchange(self, other, _OF_ENGINE)
             other.close()

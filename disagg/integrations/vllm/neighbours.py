@@ -27,7 +27,7 @@ def check_others(connectors: Iterable[object], *, recomputes: bool) -> None:
     if len(found) > 1:  # vLLM would end with the first request, since both answer with the same keys
         raise ConfigError(f"MultiConnector: expected one connector that hands requests over, found {', '.join(found)}")
     if recomputes and any(name.startswith("LMCacheMPConnector") for name in names):
-        # It keeps the blocks of a failed load as the request's, and would store what is in them by then.
+        # LMCache goes on using the blocks of a failed load, and would store whatever they hold by then.
         raise ConfigError(
             "MultiConnector: expected kv_load_failure_policy 'fail' beside LMCacheMPConnector, found 'recompute', after which "
             "LMCache may store other requests' blocks"
