@@ -137,6 +137,10 @@ def token_runs_numpy(
         _address(rows, local[both], positions, space=space, side=side, granule=granule, num_tokens=length, what=what)
         for (rows, space, side), local in zip(_sides(plan, source, destination), located, strict=True)
     )
+    places, count = np.unique(source_row * plan.source.page_size + source_offset, return_counts=True)
+    if (count > 1).any():
+        page = places[count > 1][0] // plan.source.page_size
+        raise LayoutError(f"{what}, source: page {page} is listed twice for needed tokens")
     return _runs(source_row, source_offset, destination_row, destination_offset)
 
 

@@ -137,6 +137,15 @@ def plain(**changed: Any) -> SpanClass:
     return SpanClass(**(fields | changed))
 
 
+@pytest.mark.parametrize("function", [bind, bind_numpy])
+def test_a_repeated_source_page_is_refused_whatever_the_spans_copy(function: Callable[..., CopyBatch]) -> None:
+    space, pages = RowSpace(4, 1, EVERYTHING), Pages(np.zeros(2, np.int32))
+    nowhere = plain(layers=np.zeros(0, np.int64), source_bases=np.zeros(0, np.uint64), destination_bases=np.zeros(0, np.uint64))
+    plan = ComponentPlan("c", space, space, (nowhere,))
+    with pytest.raises(LayoutError, match="source: page 0 is listed twice"):
+        function(plan, source=pages, destination=pages, tokens=(0, 5))
+
+
 ONE = np.array([[0, 0, 0, 0, 1]], dtype=np.int64)
 
 
