@@ -140,12 +140,17 @@ def windows_read(runner: Any) -> dict[int, int]:
 
 
 def left_out(model: Any, text: Any) -> dict[str, str]:
-    """The fields that some of SGLang's models do not read, and those that only SGLang's read."""
-    found = {}
+    """The fields that some of SGLang's models do not read, and those that only SGLang's read. Parts for images have no
+    attention with a cache, and fields of their own.
+    """
+    found, cached = {}, set(attention_layers(model))
+    attentions = {each for each in model.modules() if not cached.isdisjoint(each.children())}
+    blocks = {each for each in model.modules() if each in attentions or not attentions.isdisjoint(each.children())}
+    parts = {part for block in blocks for part in block.modules()}
     for name, part in (("attention_bias", "qkv_proj"), ("mlp_bias", "gate_up_proj")):
-        layers = (getattr(each, part) for each in model.modules() if hasattr(each, part))
+        layers = (getattr(each, part) for each in parts if hasattr(each, part))
         biases = [getattr(getattr(layer, "base_layer", layer), "bias", None) for layer in layers]  # adapters wrap layers
-        if getattr(text, name, False) and biases and all(bias is None for bias in biases):  # a part for images may have none
+        if getattr(text, name, False) and biases and all(bias is None for bias in biases):
             found[name] = "not read"
     if any(getattr(each, "use_mup", False) for each in model.modules()):
         found["input_mult"] = "read"

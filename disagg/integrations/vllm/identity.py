@@ -300,7 +300,7 @@ def _q_scaling(model: ModelConfig) -> str:
     if model.using_transformers_backend():
         found = getattr(model.hf_text_config, "rope_parameters", None)
     beta = (found or {}).get("beta", (found or {}).get("llama_4_scaling_beta"))
-    return "" if beta is None else f"{beta:g}@{(found or {})['original_max_position_embeddings']}"
+    return "" if beta is None else f"{beta:g}@{(found or {}).get('original_max_position_embeddings')}"
 
 
 def _options(config: VllmConfig) -> dict[str, Any]:

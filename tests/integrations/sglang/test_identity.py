@@ -84,11 +84,11 @@ def identity(
     window: int | None = 63,
     **scales: float,
 ) -> ModelId:
-    model = layers(-1, 63)
-    for layer in model:
+    attentions = layers(-1, 63)
+    for layer in attentions:
         for key, scale in scales.items():
             setattr(layer, key, scale)
-    model.extend(modules)
+    model = torch.nn.ModuleList([torch.nn.ModuleList([attentions]), *modules])
     runner = SimpleNamespace(
         model=model, dtype=torch.float32, kv_cache_dtype=dtype, attn_backend=backend, sliding_window_size=window
     )
@@ -170,17 +170,30 @@ def test_a_bias_that_a_model_of_sglang_does_not_read_is_named(name: str, part: s
     """SGLang's Llama has none in its MLP."""
     biased = LlamaConfig(**{**LLAMA.to_dict(), name: True})
     source = read_source(config(tmp_path, hf_config=biased, hf_text_config=biased), None, name="mine")
-    has, lacks, wrapped = (torch.nn.Module() for _ in range(3))
-    for block, bias in ((has, True), (lacks, False)):
-        setattr(block, part, torch.nn.Linear(2, 2, bias=bias))
+    linear, plain_linear = (torch.nn.Linear(2, 2, bias=bias) for bias in (True, False))
     adapted: Any = torch.nn.Module()
-    adapted.base_layer = getattr(has, part)
-    setattr(wrapped, part, adapted)
-    words = [identity(source, name="mine", modules=[block]).revision.split() for block in (has, wrapped, lacks)]
-    assert [f'{name}="not_read"' in each for each in words] == [False, False, True]
-    assert identity(source, name="mine", modules=[has, lacks]).revision.split() == words[0], "a part for images has none"
+    adapted.base_layer = linear
+    has, wrapped, lacks = (block(part, layer) for layer in (linear, adapted, plain_linear))
+    image = torch.nn.ModuleList([holding(part, linear)])
+    words = [identity(source, name="mine", modules=found).revision.split() for found in ([has], [wrapped], [lacks], [image, lacks])]
+    assert [f'{name}="not_read"' in each for each in words] == [False, False, True, True]
+    for part_without in (holding(part, plain_linear), block(part, plain_linear)):  # a part for images, and one layer of many
+        assert identity(source, name="mine", modules=[has, part_without]).revision.split() == words[0]
     plain = read_source(config(tmp_path), None, name="mine")
     assert f"{name}=" not in " ".join(set(identity(plain, name="mine", modules=[lacks]).revision.split()) - set(words[0]))
+
+
+def holding(part: str, layer: torch.nn.Module) -> torch.nn.Module:
+    found = torch.nn.Module()
+    setattr(found, part, layer)
+    return found
+
+
+def block(part: str, layer: torch.nn.Module) -> torch.nn.Module:
+    """A decoder's layer, whose attention is a part of its own."""
+    found = holding(part, layer)
+    found.self_attn = layers(-1)
+    return torch.nn.ModuleList([found])
 
 
 def test_what_only_sglang_reads_is_named(tmp_path: Path) -> None:

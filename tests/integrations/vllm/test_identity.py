@@ -102,6 +102,7 @@ def test_a_pair_that_differs_is_refused_by_name(
     [
         (False, {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}}, ""),
         (True, {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}}, "0.1@16384"),
+        (True, {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "0.1@None"),  # such a model fails at its first step
         (True, {"rope_parameters": {"rope_type": "default"}}, ""),
         (False, {"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 16384}}, "0.1@16384"),
         (False, {}, ""),
