@@ -302,8 +302,8 @@ class Sender(RequestHandle):
         return None if self.session is None else self.session.wanted_at
 
     def needed(self, component: str) -> TokenRange | None:
-        """The tokens `[start, stop)` that the receivers need; `None` until all have reserved, and if none needs any. Raises
-        `LocalProtocolError` for an undeclared component.
+        """From the first to the last token, `[start, stop)`, that any receiver needs: an empty range if none needs any. `None`
+        until all have reserved, and if none has named the component. Raises `LocalProtocolError` for an undeclared one.
         """
         check_process(self._control)
         check_declared(self._control.local, component, "needed")

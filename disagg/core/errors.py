@@ -97,7 +97,7 @@ class PeerUnreachable(BackendError):
 
 
 class PeerIncompatible(PeerUnreachable):
-    """The peer's engine is another release, so this one cannot reach it until either side restarts."""
+    """Another release of the engine, or slots on one side only: neither side can reach the other until one restarts."""
 
 
 class TransferFailed(BackendError):

@@ -18,6 +18,7 @@ PROTOCOL_VERSION = 7
 
 MAX_MESSAGE_NBYTES = 64 << 20
 """Fits a hello's table of thousands of ranks, or a reserve of a few million pages."""
+MAX_HELLO_NBYTES = 8 << 20
 MAX_PLAIN_NBYTES = 1 << 20
 """The limit on messages that hold values, not byte strings: each byte may become an object."""
 MAX_ITEMS, MAX_COMPONENTS = 1 << 16, 1 << 12
@@ -331,7 +332,7 @@ class _Tag(msgspec.Struct):
 
 
 _TAG_DECODER = msgspec.msgpack.Decoder(_Tag)
-_LARGE = {"hello": 8 << 20, "welcome": MAX_MESSAGE_NBYTES, "reserve": MAX_MESSAGE_NBYTES, "complete": 16 << 20}
+_LARGE = {"hello": MAX_HELLO_NBYTES, "welcome": MAX_MESSAGE_NBYTES, "reserve": MAX_MESSAGE_NBYTES, "complete": 16 << 20}
 """Limits on messages whose bulk is byte strings: tables, page ids, checksums."""
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _LARGE_DECODERS: dict[str, msgspec.msgpack.Decoder[AnyMessage]] = {
@@ -350,10 +351,10 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode(data: bytes) -> AnyMessage:
-    """Decode a message. Raises `RemoteProtocolError` that names the path of the wrong field."""
-    if len(data) > MAX_MESSAGE_NBYTES:
-        raise RemoteProtocolError(f"message of {len(data)} bytes: expected {MAX_MESSAGE_NBYTES} at most")
+def decode(data: bytes, *, most: int = MAX_MESSAGE_NBYTES) -> AnyMessage:
+    """Decode a message of at most `most` bytes. Raises `RemoteProtocolError` that names the path of the wrong field."""
+    if len(data) > most:
+        raise RemoteProtocolError(f"message of {len(data)} bytes: expected {most} at most")
     try:
         if len(data) > MAX_PLAIN_NBYTES:
             kind = _TAG_DECODER.decode(data).type

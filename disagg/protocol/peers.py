@@ -215,6 +215,10 @@ class PeerTable:
 
     # -- connections that peers opened -------------------------------------------------------------------------------
 
+    def accepts(self, connection: bytes) -> bool:
+        """Whether a hello on it was accepted."""
+        return self._inbound.get(connection) is not None
+
     def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
         """Returns the peer if the message is for the sessions."""
         if isinstance(message, Hello):

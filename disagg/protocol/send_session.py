@@ -206,13 +206,14 @@ class SendSession:
         return None if worst is None else RequestAborted(worst.reason or "a destination failed", cause=worst.cause)
 
     def needed(self, component: str) -> TokenRange | None:
-        """The union of what reserved destinations need of `component`; `None` until all have reserved."""
+        """What reserved destinations need of `component`, from the first to the last token; `None` until all have reserved."""
         needs = [
             d.reserve.need[component] for d in tuple(self.destinations.values()) if d.reserve and component in d.reserve.need
         ]
         if self.num_awaited > 0 or not needs:
             return None
-        return min(start for start, _ in needs), max(stop for _, stop in needs)
+        some = [need for need in needs if need[0] < need[1]] or needs
+        return min(start for start, _ in some), max(stop for _, stop in some)
 
     def complete(self, destination: Destination) -> Complete:
         return Complete(

@@ -72,8 +72,7 @@ class SendTable:
         """Returns whether it was there."""
         if self.offers.pop(_offer_of(session), None) is not None:
             key = _any_attempt(session.key.request_id) if session.any_attempt else session.key
-            if session.any_attempt or session.names_attempt:
-                self.ended.put(session.peer, key, Tombstone(None, reason=reason))
+            self.ended.put(session.peer, key, Tombstone(None, reason=reason))
             return True
         if self.sessions.pop((session.peer, session.key), None) is None:
             return False

@@ -10,6 +10,9 @@ call on the socket may consume the signal, so a socket that was used is looked a
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import secrets
 import select
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +39,8 @@ MAX_SOCKETS = 16384
 """libzmq's own limit is 1,023."""
 MAX_SILENCE_MS = 6_553_500
 """A ping carries tenths of a second in 16 bits."""
+MAX_REPLIES = 16
+"""Answers to hellos that wait for a connection that does not read. Later ones are lost, and hellos are repeated."""
 
 
 @dataclass
@@ -82,8 +87,10 @@ class Channel:
         try:
             if keys is not None:
                 self._authenticator = authenticator(self._context, allow)
+            _draw_ids()
             self._router = self._socket(zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._router.setsockopt(zmq.SNDHWM, MAX_REPLIES)
             self._set_heartbeats(heartbeat_s, heartbeat_timeout_s)
             self._monitor = Monitor(self._context, self._router)
             if keys is not None:
@@ -276,9 +283,17 @@ class Channel:
 
 
 MAX_BATCH = 1024
-"""Messages that are taken from one socket in one poll."""
+"""Messages that are taken from one socket in one poll, but no more once they have `MAX_MESSAGE_NBYTES`."""
 MAX_FRAMES = 64
 """Messages that leave together."""
+
+
+@functools.cache
+def _draw_ids() -> None:
+    """Draw the number from which ROUTERs count connections, which `rand` gives. Libzmq ends the process if a connection has
+    chosen the id that the next one gets, so nobody may know it.
+    """
+    ctypes.CDLL(None).srand(secrets.randbits(32))
 
 
 def _batches(messages: list[bytes]) -> Iterator[list[bytes]]:
@@ -295,14 +310,16 @@ def _batches(messages: list[bytes]) -> Iterator[list[bytes]]:
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
     """Bounded, so that no socket starves another. A message with too many frames, which no rank sends, is truncated."""
+    left = MAX_MESSAGE_NBYTES
     for _ in range(MAX_BATCH):
-        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an `Again` exception
+        if left <= 0 or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an `Again` exception
             return
         frames = [socket.recv(zmq.DONTWAIT, copy=False)]
         while socket.getsockopt(zmq.RCVMORE):
             frame = socket.recv(zmq.DONTWAIT, copy=False)
             if len(frames) < MAX_FRAMES + 2:  # one is the ROUTER's, and one more shows that there are too many
                 frames.append(frame)
+        left -= sum(len(frame.buffer) for frame in frames)
         yield frames
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -27,6 +26,8 @@ logger = ThreadLog(__name__)
 
 MAX_CONNECTING = 4
 """At once, of ranks that were not tried or could be connected last, and of those that could not."""
+MAX_ATTEMPTS = 2
+"""At once, of one rank: an engine may wait for long for an address that is gone."""
 PROCESS_CHECK_S = 0.5
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """The first and the longest delay between fences: it doubles, and begins anew when the rank's process ends."""
@@ -85,6 +86,7 @@ class Connections:
         self._renew_at, self._serves_none_since = 0.0, NEVER
         self._renew_again_s = RENEW_AGAIN_S
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
+        self._losses = RateLimitedLog(logger)
         self.num_losses: Counter[str] = Counter()
         self.num_renewals = 0
 
@@ -158,11 +160,19 @@ class Connections:
     # -- connecting --------------------------------------------------------------------------------------------------
 
     def connect(self, ready: Ready) -> None:
-        """In a thread of its own. A peer that does not answer delays others at its first attempt only."""
-        peer, connect = self._handshake.peer(ready.peer), self._handshake.connecting(ready.peer, ready.welcome)
+        """In a thread of its own, once fewer than `MAX_ATTEMPTS` are under way. A peer that does not answer delays others at
+        its first attempt only.
+        """
+        peer = self._handshake.peer(ready.peer)
+        peer.failed = peer.failed or peer.num_attempts > 0  # it has not answered yet
+        peer.connecting = ready
+        if peer.num_attempts < MAX_ATTEMPTS:
+            self._start(ready, peer)
+
+    def _start(self, ready: Ready, peer: Peer) -> None:
+        connect = self._handshake.connecting(ready.peer, ready.welcome)
         name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
         thread = threading.Thread(target=self._run, args=(ready, peer, connect), name=name, daemon=True)
-        peer.connecting = ready
         self._threads = [each for each in self._threads if each.is_alive()]
         try:
             thread.start()
@@ -170,6 +180,8 @@ class Connections:
             peer.connecting = None
             self._peers.refuse(ready.peer, f"no thread to connect with: {error}", time.monotonic())
             return
+        peer.num_attempts += 1
+        peer.tried = ready
         self._threads.append(thread)
 
     def join(self, timeout_s: float) -> None:
@@ -182,10 +194,9 @@ class Connections:
         _native.allow_calls_during_capture()
         rank, problem, lasts = None, "", False
         with self._slots[peer.failed]:
-            if peer.connecting is not ready:
-                return  # the peer was lost meanwhile, or connects again
             try:
-                rank = connect()
+                if peer.connecting is ready:  # else it was lost meanwhile, or connects again
+                    rank = connect()
             except DisaggError as error:
                 problem, lasts = str(error), isinstance(error, PeerIncompatible)
             except BaseException as error:  # concerns one peer, which would be connecting for ever
@@ -194,9 +205,12 @@ class Connections:
         self._command(lambda now: self._finish(ready, peer, rank, problem, lasts, now))
 
     def _finish(self, ready: Ready, peer: Peer, rank: RemoteRank | None, problem: str, lasts: bool, now: float) -> None:
+        peer.num_attempts -= 1
         if peer.connecting is not ready:  # as above
             if rank is not None:
                 self._handshake.discard(ready.peer, rank)
+            if peer.connecting is not None and peer.connecting is not peer.tried:
+                self._start(peer.connecting, peer)
             return
         peer.connecting, peer.failed = None, rank is None
         if rank is None:
@@ -212,8 +226,8 @@ class Connections:
     # -- losing ------------------------------------------------------------------------------------------------------
 
     def lose(self, lost: Lost, now: float) -> None:
-        level = logging.INFO if lost.expected else logging.WARNING
-        logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
+        log = logger.info if lost.expected else self._losses.warning
+        log("%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self.num_losses[lost.peer.instance] += not lost.expected
         self._handshake.peer(lost.peer).connecting = None
         direct = self._handshake.is_direct(lost.peer, lost.epoch)

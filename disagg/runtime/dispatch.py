@@ -10,7 +10,16 @@ from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
 from disagg.machine.descriptors import shortage, too_many_ranks
-from disagg.protocol.messages import Message, Reject, Welcome, Writing, decode, encode
+from disagg.protocol.messages import (
+    MAX_HELLO_NBYTES,
+    MAX_MESSAGE_NBYTES,
+    Message,
+    Reject,
+    Welcome,
+    Writing,
+    decode,
+    encode,
+)
 from disagg.protocol.peer_effects import (
     Connect,
     Disconnect,
@@ -32,7 +41,7 @@ from disagg.runtime.handshake import Handshake
 from disagg.runtime.probes import Probes
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
-from disagg.runtime.wire import Arrival, Closed, Reply, Wire
+from disagg.runtime.wire import Arrival, Closed, Inbound, Reply, Wire
 
 logger = ThreadLog(__name__)
 
@@ -83,7 +92,8 @@ class Dispatch:
                 self._connections.check_soon()
             return False
         try:
-            message = decode(arrived.data)
+            is_stranger = isinstance(arrived, Inbound) and not self._peers.accepts(arrived.connection)
+            message = decode(arrived.data, most=MAX_HELLO_NBYTES if is_stranger else MAX_MESSAGE_NBYTES)
             if isinstance(arrived, Reply):
                 answering = self._peers.expected_at(arrived.dial)
                 self._peers.on_reply(arrived.dial, message, now)

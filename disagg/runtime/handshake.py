@@ -10,7 +10,7 @@ from typing import Any
 from disagg.backends.abilities import Gathering, SeveralEngines
 from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
-from disagg.core.errors import LayoutError, PeerUnreachable, RemoteProtocolError
+from disagg.core.errors import LayoutError, PeerIncompatible, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, differing_words, encode_placements
@@ -68,11 +68,13 @@ class Peer:
     """A rank of a known instance. Only the control thread changes it.
 
     `told`: whether its last processes were told that they may write rows, by epoch. `failed`: the engine could not connect
-    with it last. `writing`: the engine by which it writes here. `waiting`: transfers that wait for the engine.
+    with it last. `num_attempts` are under way, `tried` the last that was begun. `writing`: the engine by which it writes here. `waiting`: transfers that wait for the engine.
     """
 
     told: dict[int, bool] = field(default_factory=dict)
     connecting: Ready | None = None
+    tried: Ready | None = None
+    num_attempts: int = 0
     failed: bool = False
     remote: RemoteRank | None = None
     writing: Writing | None = None
@@ -300,7 +302,7 @@ class Handshake:
         if lending is not None and self._pack_below:
             loans = Loans(lending.slot_nbytes, lending.first, regions, writing)
         if loans is None and not welcome.direct:
-            raise PeerUnreachable(
+            raise PeerIncompatible(
                 f"{peer} lets only its own process write rows, and no slots can be filled here: pack_below is 0"
             )
         process = self._attest(welcome.instance, welcome.rank, welcome.epoch)
@@ -388,7 +390,7 @@ class Handshake:
 def _check_copied(plan: TransferPlan, peer: PeerRank) -> None:
     """Numbers are converted while they are packed; copies alone cannot."""
     if plan.converted:
-        raise PeerUnreachable(
+        raise PeerIncompatible(
             f"{peer}, component {plan.converted[0]!r}: expected slots on both sides, since numbers are converted while they "
             "are packed; found none: pack_below is 0, or is 0 by default for this engine"
         )

@@ -143,17 +143,23 @@ class _Outgoing(NamedTuple):
         )
 
 
+def reserved_rows(start: StartTransfer, component: str) -> Rows:
+    """Raises `LocalProtocolError` if the receiver needs the component, and has listed no rows of it."""
+    reserved = start.reserve.rows.get(component)
+    if reserved is None:
+        raise LocalProtocolError(f"component {component!r} is needed, but the receiver reserved no rows for it")
+    return unpack_rows(reserved)
+
+
 def _outgoing(plan: TransferPlan, start: StartTransfer) -> Iterator[_Outgoing]:
     for written in start.written:
         component, source = plan.components.get(written.component), start.chunk.rows.get(written.component)
         if component is None or source is None:
             continue
-        reserved = start.reserve.rows.get(written.component)
-        if reserved is None:
-            raise LocalProtocolError(f"component {written.component!r} is needed, but the receiver reserved no rows for it")
+        reserved = reserved_rows(start, written.component)
         num_tokens = start.reserve.need[written.component][1]
         check_share(component, source, num_tokens)
-        yield _Outgoing(component, written, source, unpack_rows(reserved), num_tokens)
+        yield _Outgoing(component, written, source, reserved, num_tokens)
 
 
 def _gathers(stream: Stream, gathers_from: int | None) -> bool:

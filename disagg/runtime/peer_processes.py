@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import select
 import threading
+import weakref
 
 from disagg.core.thread_log import ThreadLog
 from disagg.machine.processes import IdentitySocket, ProcessWatch
@@ -21,11 +22,11 @@ def socket_name(instance: str, rank: int, epoch: int) -> str:
 
 
 class PeerProcesses:
-    """Thread-safe."""
+    """Thread-safe. A process is watched as long as somebody holds its watch: a peer may name one epoch after the other."""
 
     def __init__(self, instance: str, rank: int, epoch: int) -> None:
         self._lock = threading.Lock()
-        self._watches: dict[str, ProcessWatch] = {}
+        self._watches = weakref.WeakValueDictionary[str, ProcessWatch]()
         self._epoll = select.epoll()
         self._has_news = False
         self._may_be_gone = False
@@ -67,7 +68,7 @@ class PeerProcesses:
             if watch.is_gone():
                 watch.close()
                 del self._watches[each]
-        self._may_be_gone = any(watch.has_ended() for watch in self._watches.values())
+        self._may_be_gone = any(watch.has_ended() for watch in list(self._watches.values()))
 
     def prune(self) -> None:
         """Keeps room for peers that attest this process."""
@@ -80,7 +81,7 @@ class PeerProcesses:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-            for watch in self._watches.values():
+            for watch in list(self._watches.values()):
                 watch.close()
             self._watches.clear()
             self._epoll.close()

@@ -28,11 +28,12 @@ from disagg.layout.checksums import (
     difference,
     page_range,
 )
-from disagg.protocol.messages import PartialChecksums, unpack_rows
+from disagg.protocol.messages import PartialChecksums
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import StartTransfer, StartVerify, Ticket
 from disagg.runtime.accounting import Stats
 from disagg.runtime.handshake import RemoteRank
+from disagg.runtime.paths import reserved_rows
 
 logger = ThreadLog(__name__)
 
@@ -51,7 +52,7 @@ def checksum_sent(
         plan, rows = plans.get(written.component), start.chunk.rows.get(written.component)
         if plan is None or rows is None:
             continue
-        check_listed(plan, unpack_rows(start.reserve.rows[written.component]), start.reserve.need[written.component])
+        check_listed(plan, reserved_rows(start, written.component), start.reserve.need[written.component])
         sums = checksum_rows(
             plan,
             rows,

@@ -5,11 +5,23 @@ from __future__ import annotations
 import resource
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from disagg import KVManager, Pages, new_request_id
-from disagg.protocol.messages import Abort, Complete, Drained, Message, Outcome, Reserve, encode, pack_rows
+from disagg.protocol.messages import (
+    MAX_HELLO_NBYTES,
+    Abort,
+    Complete,
+    Drained,
+    Message,
+    Outcome,
+    Reserve,
+    encode,
+    pack_rows,
+)
 from disagg.protocol.types import PeerRank
 from tests.manager.test_metrics import scrape
 from tests.manager.test_peers import INVALID, MODEL, until
@@ -79,6 +91,29 @@ def test_a_reserve_that_needs_more_than_it_lists_costs_no_memory_for_checksums(l
         event = sender.wait(timeout_s=DEADLINE_S)
         assert "pages, 3 are listed" in str(event.error)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_a_strangers_large_message_is_refused_unread(caplog: pytest.LogCaptureFixture) -> None:
+    """Reading it takes a second."""
+    with cluster(Side(), Side(page=8)) as instances, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        (prefill,) = instances.prefill
+        stranger.linger = 0
+        stranger.connect(prefill.manager.address)
+        stranger.send(msgspec.msgpack.encode({"type": "reserve", "x": [{}] * (MAX_HELLO_NBYTES + 1)}))
+        until(lambda: num_refused_messages(prefill.manager))
+    assert f"expected {MAX_HELLO_NBYTES} at most" in caplog.text
+
+
+def test_a_reserve_without_rows_of_a_component_ends_with_the_reason() -> None:
+    with cluster(Side(), Side(page=8), settings={"verify": "full"}) as instances:
+        (prefill,), (decode,) = instances.prefill, instances.decode
+        request = new_request_id()
+        sender = send(prefill, request, instances.pages(prefill, 20), 20)
+        about: dict[str, Any] = {"request_id": request, "attempt": 0, "nonce": 7, "source_group": 0, "destination_group": 0}
+        data = encode(Reserve(**about, rows={}, need={"kv": (0, 20)}, verify="full"))
+        send_raw(decode.manager, PeerRank("prefill-0", 0), [data])
+        event = sender.wait(timeout_s=DEADLINE_S)
+        assert "component 'kv' is needed, but the receiver reserved no rows for it" in str(event.error)
 
 
 def test_a_stranger_adds_no_label_to_the_metrics() -> None:

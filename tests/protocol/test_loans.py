@@ -352,14 +352,20 @@ def test_loans_of_a_lost_writer_are_replaced_as_long_as_there_are_addresses() ->
 def test_a_rank_that_connects_again_and_again_leaves_slots_for_others() -> None:
     pool = Pool(total=8, window=4, spare=100)
     lender = make(pool, PEER, SIBLING)
+    lent = []
     for generation in range(1, 20):
         wants(lender, PEER, 4)
         loans, first = listed(lender)[PEER], lender._accounts[PEER].first
-        assert sum(number > first for number, _ in loans) == 4
+        lent.append(sum(number > first for number, _ in loans))
         assert len(loans) <= 4 + pool.total, "not all of the others at once"
         lender.open(PEER, 7, generation)
+    assert lent == [4, 4, 3, 2, 1, 1, 1, *[0] * 12], "those it has not given back count as held"
+    assert pool.spare == 100 - sum(lent)
     wants(lender, SIBLING, 4)
     assert len(listed(lender)[SIBLING]) == 4
+    lender.on_borrow(PEER, Borrow(wanted=4, seen=0, returned=tuple(lender._lost[PEER, 7])), 0.0)
+    assert len(lender._accounts[PEER].unfilled) == 3
+    lender.peer_lost(PEER, 7, generation)
     lender.peer_quiet(PEER, 7)
     assert (pool.spare, lender.num_lost) == (100, 0)
 

@@ -148,6 +148,18 @@ def test_others_are_refused_an_attempt_that_has_ended(end: str, attempt: int | N
     assert other.is_bound
 
 
+def test_a_reserve_of_an_attempt_that_was_offered_to_its_instance_and_has_ended_is_refused_at_once() -> None:
+    """Nothing was known of the instance when the attempt was offered."""
+    sessions = sessions_of()
+    sessions.sends.abort(offer(sessions, peer="D", attempt=3), RequestAborted("the prompt is too long"), 0.0)
+    take_effects(sessions)
+    sessions.on_message(D0, reserve(3), 1.0)
+    assert "the prompt is too long" in str(take_effects(sessions)[0])
+    assert len(sessions.sends.parked) == 0
+    with pytest.raises(LocalProtocolError):
+        offer(sessions, peer="D", attempt=3)
+
+
 def test_a_reserve_of_an_offer_that_was_given_up_is_refused_soon() -> None:
     """The receiver would hold its rows until its deadline. At first another offer may come."""
     sessions = sessions_of()

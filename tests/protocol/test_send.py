@@ -7,7 +7,7 @@ import pytest
 
 from disagg.core.errors import LocalProtocolError
 from disagg.core.leases import LeaseState
-from disagg.core.rows import Pages
+from disagg.core.rows import Pages, TokenRange
 from disagg.protocol.messages import (
     Complete,
     Outcome,
@@ -86,6 +86,17 @@ def test_the_need_is_known_when_all_destinations_have_reserved() -> None:
     sessions.on_message(D1, reserve(nonce=8, need=(4, 12)), 0.0)
     assert session.needed("kv") == (4, 16)
     assert session.needed("ssm") is None
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"), [(((0, 0), (16, 20)), (16, 20)), (((8, 8), (8, 8)), (8, 8)), (((0, 4), (16, 20)), (0, 20))]
+)
+def test_ranks_that_need_nothing_do_not_widen_the_need(needs: tuple[TokenRange, TokenRange], expected: TokenRange) -> None:
+    sessions = Sessions()
+    session = send(sessions, ranks=2)
+    for peer, need, nonce in zip((D0, D1), needs, (7, 8), strict=True):
+        sessions.on_message(peer, reserve(nonce=nonce, need=need), 0.0)
+    assert session.needed("kv") == expected
 
 
 def test_nothing_can_be_sent_after_finish() -> None:

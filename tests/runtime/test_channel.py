@@ -20,7 +20,7 @@ import zmq
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.machine.tcp import LONGEST_WAIT_S, sockets_of
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
-from disagg.runtime import endless
+from disagg.runtime import channel as channels_of, endless
 from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
 from disagg.runtime.endless import MAX_UNKNOWN_NBYTES
 from disagg.runtime.keys import KeyPair
@@ -368,6 +368,44 @@ def test_a_connection_whose_message_has_too_many_frames_is_ended(channels: tuple
         (ended,) = until(server, 1)
         assert isinstance(ended, Closed)
     assert delivered(server, client, b"still here") == [b"still here"]
+
+
+def test_a_poll_takes_a_bounded_number_of_bytes(
+    channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = channels
+    exchange(server, client)
+    monkeypatch.setattr(channels_of, "MAX_MESSAGE_NBYTES", 100)
+    for _ in range(8):
+        client.send(DIAL, bytes(60))
+    client.flush()
+    found: list[int] = []
+    while sum(found) < 8:
+        found.append(len(list(server.poll(1.0))))
+    assert max(found) <= 2
+
+
+FIRST_ID = """
+import time
+from disagg.runtime.channel import Channel
+server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
+client.connect(0, server.address)
+client.send(0, b"hello")
+client.flush()
+while not (found := list(server.poll(1.0))):
+    pass
+print(found[0].connection.hex())
+client.close()
+server.close()
+"""
+
+
+def test_the_ids_of_connections_cannot_be_foreseen() -> None:
+    """A connection that chooses the id which the next one gets ends the process."""
+    runs = [subprocess.run([sys.executable, "-c", FIRST_ID], capture_output=True, text=True, check=True) for _ in range(2)]
+    first, second = (run.stdout.strip() for run in runs)
+    assert len(first) == len(second) == 10
+    assert first != second
 
 
 def test_messages_that_leave_together_are_few_and_short() -> None:

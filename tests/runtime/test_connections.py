@@ -17,6 +17,7 @@ from disagg.core.errors import DisaggError
 from disagg.protocol.peer_effects import Lost, Ready
 from disagg.protocol.types import PeerRank
 from disagg.runtime.connections import (
+    MAX_ATTEMPTS,
     MAX_CONNECTING,
     MAX_FENCE_S,
     PROCESS_CHECK_S,
@@ -203,6 +204,51 @@ def test_ranks_that_could_not_be_connected_hold_up_no_others() -> None:
     assert connected.wait(60)
     go_on.set()
     connections.join(60)
+
+
+def test_a_rank_that_connects_again_and_again_has_few_attempts_and_holds_up_no_others() -> None:
+    """Each would otherwise wait in a thread of its own, and all of them before a rank that was never tried."""
+    go_on, connected, commands = threading.Event(), threading.Event(), list[Callable[[float], None]]()
+    bad = [PeerRank("bad", number) for number in range(MAX_CONNECTING // 2)]
+    peers, tried = {rank: Peer() for rank in (*bad, OTHER)}, list[object]()
+
+    def attempt(rank: PeerRank, welcome: object) -> Callable[[], None]:
+        def run() -> None:
+            tried.append(welcome)
+            if rank.instance == "bad":
+                go_on.wait(60)
+                raise DisaggError("no byte from the peer")
+            connected.set()
+
+        return run
+
+    given: Any = SimpleNamespace(me="decode/0", peer=peers.__getitem__, connecting=attempt, refuse=lambda *_, **__: None)
+    connections = Connections(
+        backend=given,
+        handshake=given,
+        peers=given,
+        sessions=given,
+        processes=given,
+        command=commands.append,
+        on_connected=lambda _: None,
+        renewal_due=lambda: "",
+    )
+    before = threading.active_count()
+    for number in range(9):
+        for rank in bad:
+            peers[rank].connecting = None  # lost
+            connections.connect(Ready(rank, 1, number))  # type: ignore[arg-type]
+    assert threading.active_count() - before == MAX_ATTEMPTS * len(bad)
+    connections.connect(Ready(OTHER, 1, "other"))  # type: ignore[arg-type]
+    assert connected.wait(60)
+    go_on.set()
+    while any(peers[rank].num_attempts for rank in bad):
+        connections.join(60)
+        while commands:
+            commands.pop(0)(0.0)
+    newest = [welcome for welcome in tried if welcome == 8]
+    assert len(newest) == len(bad), "the newest is tried once"
+    assert len(tried) <= 1 + (MAX_ATTEMPTS + 1) * len(bad)
 
 
 class Renewed(Fences):

@@ -63,10 +63,25 @@ def test_processes_that_live_are_not_looked_at_for_each_new_one(monkeypatch: pyt
     monkeypatch.setattr(ProcessWatch, "is_gone", count)
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(contextlib.closing(PeerProcesses("me", 0, EPOCH)))
+        watches = []
         for rank in range(4):
             stack.enter_context(contextlib.closing(PeerProcesses("peer", rank, EPOCH)))
-            assert mine.attest("peer", rank, EPOCH) is not None
+            watches.append(mine.attest("peer", rank, EPOCH))
+        assert None not in watches
         assert num_looks == 0
+
+
+def test_a_peer_that_names_one_epoch_after_the_other_costs_no_descriptors() -> None:
+    with contextlib.closing(PeerProcesses("me", 0, EPOCH)) as mine:
+        with contextlib.closing(PeerProcesses("peer", 0, 1)):
+            held = mine.attest("peer", 0, 1)
+        before = len(os.listdir("/proc/self/fd"))
+        for epoch in range(2, 20):
+            with contextlib.closing(PeerProcesses("peer", 0, epoch)):
+                assert mine.attest("peer", 0, epoch) is not None
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert held is not None
+        assert held.fileno() >= 0
 
 
 def test_names_differ_for_all_parts_of_an_identity() -> None:

@@ -161,7 +161,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return self.endpoint_with(self._descriptor)
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> MooncakePeer:
-        """Waits up to 10 s for the peer's answer."""
+        """Waits for the peer's answer, for about a minute at most: as long as the engine does."""
         self.check_open()
         descriptor, regions = self.decode(endpoint)
         if not descriptor.host or not 0 < descriptor.port < 2**16:
