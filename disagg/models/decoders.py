@@ -36,6 +36,14 @@ _WITHOUT_STATE: Mapping[str, Mapping[str, None]] = {
 }
 """Fields of other parts, and of a prompt whose tokens attend to each other."""
 
+_SEVEN_B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+_NESTED_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _SEVEN_B,
+    "mistral": {**_SEVEN_B, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {**_SEVEN_B, "num_key_value_heads": 32},
+}
+"""What published `text_config`s leave out, as transformers' classes have it."""
+
 _ENCODER = "an encoder, which attends both ways and keeps no KV between steps"
 _CROSS = "its decoder attends to an encoder's states, which are not described"
 REFUSED: Mapping[str, str] = {
@@ -102,6 +110,7 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collectio
         Fields(name, {**config, **without}, model_type=kind).check_all_read()
         values = {**_nested(config, text, name), **without}
         kind = values.get("model_type", kind)
+        values = {**(_NESTED_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}), **values}
     elif text is not None and kind not in REFUSED:
         raise ConfigError(f"model {name!r}: a text_config is not supported with model_type {kind!r}")
     elif kind in _FLAT:

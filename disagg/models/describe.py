@@ -42,7 +42,8 @@ def from_config(
     fields = fields.of_family(names=family.names, defaults=family.defaults)
     listed = family.listed(fields)
     num_layers = fields.size("num_hidden_layers", default=None if listed is None else len(listed), most=MAX_LAYERS)
-    num_layers *= family.layers_per_block
+    if family.names.get("num_hidden_layers", "num_hidden_layers") in fields.values():  # the common name counts layers
+        num_layers *= family.layers_per_block
     kinds = family.sharing(fields, _kinds(fields, family, listed, num_layers))
     dtypes = read_dtypes(fields, kv=kv_dtype, scale_block=kv_scale_block, ssm=ssm_dtype)
     own_sizes = family.own_sizes(fields, kinds)
@@ -57,7 +58,13 @@ def from_config(
             f"model {name!r}: expected a layer with state, found only layers of kinds {', '.join(sorted(set(kinds)))}"
         )
     tied = fields.flag("tie_word_embeddings")
-    return ModelSpec(name=name, num_layers=num_layers, states=tuple(states), tied_embeddings=tied)
+    return ModelSpec(
+        name=name,
+        num_layers=num_layers,
+        states=tuple(states),
+        tied_embeddings=tied,
+        layers_per_block=family.layers_per_block,
+    )
 
 
 def _kinds(fields: Fields, family: Family, listed: Sequence[str] | None, num_layers: int) -> Sequence[str]:
@@ -83,8 +90,10 @@ def _num_draft_steps(fields: Fields) -> int:
 
 
 def _draft_kinds(fields: Fields, family: Family, num_steps: int) -> Sequence[str]:
-    if num_steps == 0 or not family.draft:
+    if num_steps == 0:
         raise ConfigError(f"model {fields.model!r}: draft layers were requested, but the config describes none")
+    if not family.draft:
+        raise ConfigError(f"model {fields.model!r}: draft layers of a {fields.model_type!r} model are not described")
     listed = fields.items("mtp_layers_block_type", of=str)
     block = rules.letters(fields, "mtp_hybrid_override_pattern") or rules.current_names(listed or family.draft)
     unknown = sorted(set(block) - set(family.states))

@@ -6,13 +6,13 @@ import itertools
 import math
 import mmap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from disagg.core.errors import ConfigError
-from disagg.core.memory import CPU, ITEMSIZE, Device, RawTensor
+from disagg.core.memory import CPU, ITEMSIZE, Device, MemoryRegion, RawTensor
 from disagg.core.topology import Topology
 from disagg.layout.placement import ORDERS, Component
 from disagg.models.spec import ModelSpec
@@ -145,8 +145,10 @@ class PoolLayout:
     nbytes: int
 
     def components(self, address: int, device: Device = CPU) -> tuple[Component, ...]:
-        """The components of memory that begins at `address`, which is never touched."""
-        return tuple(self._component(state, address, device) for state in self.model.states)
+        """The components of memory that begins at `address`, which is never touched. It is one region: layers lie apart."""
+        whole = (MemoryRegion(address, self.nbytes, device),) if self.nbytes else ()
+        found = (self._component(state, address, device) for state in self.model.states)
+        return tuple(replace(each, regions=whole) if each.regions else each for each in found)
 
     def _component(self, state: State, address: int, device: Device) -> Component:
         topology, shape, cut = self.topology, self.shape, self.cuts[state.name]

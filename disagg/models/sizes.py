@@ -19,7 +19,8 @@ def gemma4(fields: Fields, kinds: Sequence[str]) -> OwnSizes:
     """Gemma 4: layers that attend to all tokens have `global_head_dim`, and with `attention_k_eq_v` their own KV heads."""
     dim = fields.size("global_head_dim")
     heads = fields.raw("num_global_key_value_heads")
-    if fields.raw("per_layer_config") is not None:
+    fields.raw("per_layer_config")
+    if fields.has("per_layer_config"):  # also a null: then no layer differs
         return _listed(fields)
     same = fields.flag("attention_k_eq_v")
     own = {"head_dim": dim, **({"num_key_value_heads": heads} if same and heads is not None else {})}

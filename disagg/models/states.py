@@ -74,10 +74,7 @@ def head_dim_or_hidden(fields: Fields) -> int:
 def zamba_head_dim(fields: Fields) -> int:
     """Zamba: attention reads the layer's input beside the embedding, so heads are twice as wide."""
     fields.raw("kv_channels", "num_query_groups")  # in published files; the model does not use them
-    own = fields.raw("attention_head_dim")
-    if own is None or fields.model_type == "zamba2":  # whose class replaces it
-        return hidden_per_head(fields, 2)
-    return fields.size("attention_head_dim")
+    return hidden_per_head(fields, 2) if fields.raw("attention_head_dim") is None else fields.size("attention_head_dim")
 
 
 def hidden_per_head(fields: Fields, times: int = 1) -> int:

@@ -98,6 +98,21 @@ def test_the_ceiling_moves_the_same_bytes(model: str) -> None:
     assert row.ratio == row.gbps / row.ceiling_gbps
 
 
+@pytest.mark.parametrize("page", [1, 16])
+def test_the_ceiling_of_memory_with_gaps(page: int) -> None:
+    """Index keys leave a gap behind each layer if pages are short."""
+    row = moved("deepseek-v3.2", f"tp=2,page={page}", f"page={page}", num_layers=2, ceiling=True)
+    assert row.verified, row.problem
+    assert row.ceiling_gbps is not None
+
+
+def test_short_convolutions_are_moved(tmp_path: Path) -> None:
+    config = {"model_type": "lfm2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["conv", "full_attention", "conv"]}))
+    row = moved(str(tmp_path), "tp=2", "tp=1,page=8")
+    assert row.verified, row.problem
+
+
 @pytest.mark.parametrize("fault", [Fault.BYTE, Fault.PAGES])
 def test_an_injected_fault_is_detected(model: str, fault: Fault) -> None:
     row = moved(model, "tp=2", "tp=1,page=64", fault=fault)

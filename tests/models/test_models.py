@@ -180,6 +180,15 @@ class TestKinds:
         assert spec.nbytes(5) == spec_of({**QWEN3_5, "dtype": "torch.float16"}).nbytes(5)
         assert [s.layers for s in spec.states] == [(3,), (0, 1, 2)]
 
+    @pytest.mark.parametrize(("kind", "num_heads"), [("llama", 32), ("mistral", 8), ("qwen2", 32)])
+    def test_a_nested_config_may_leave_out_what_its_class_has(self, kind: str, num_heads: int) -> None:
+        """As in the files of LLaVA 1.5, LLaVA 1.6 and Qwen2-Audio."""
+        text = {"model_type": kind, "sliding_window": None}
+        (state,) = spec_of({"model_type": "llava", "text_config": text}).states
+        assert (state.layers, per_layer(state)) == (tuple(range(32)), 2 * num_heads * 128 * 2)
+        with pytest.raises(ConfigError, match="num_hidden_layers"):
+            spec_of(text)
+
     def test_m3_with_index_values_is_rejected(self) -> None:
         sparse = {**M3["sparse_attention_config"], "sparse_disable_index_value": [0, 1, 0, 1]}
         with pytest.raises(ConfigError, match=r"sparse_disable_index_value.*layer 2"):
@@ -269,9 +278,10 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_gr
         ("hunyuan_vl_text", {"attention_head_dim": 128}, 4 * 128 * 2),
         ("hunyuan_vl_text", {}, 4 * 64 * 2),
         ("zamba", {**MAMBA, "attention_head_dim": 96, "layers_block_type": ["hybrid", "hybrid"]}, 4 * 96 * 2),
-        ("zamba2", {**ZAMBA2, "attention_head_dim": 96}, 4 * 128 * 2),
+        ("zamba2", {**ZAMBA2, "attention_head_dim": 96}, 4 * 96 * 2),
         ("gemma4_unified_text", GEMMA4, 4 * 128 * 2),
         ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}, 1 * 128 * 2),
+        ("gemma4_unified_text", {**GEMMA4, "per_layer_config": None}, 4 * 64 * 2),  # no layer differs
     ],
 )
 def test_heads_that_a_file_names_otherwise(model_type: str, fields: Mapping[str, Any], nbytes: int) -> None:

@@ -17,7 +17,18 @@ from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
 from disagg.layout.placement import check_placement
 from disagg.layout.tables import LAYER
-from disagg.models import ModelSpec, PoolShape, Stage, StagePools, allocate, from_config, load_model, split_layers, stage_of
+from disagg.models import (
+    ModelSpec,
+    PoolShape,
+    Stage,
+    StagePools,
+    allocate,
+    first_layers,
+    from_config,
+    load_model,
+    split_layers,
+    stage_of,
+)
 
 HYBRID: Mapping[str, Any] = {
     "model_type": "qwen3_next",
@@ -232,6 +243,9 @@ class TestMemory:
             pools_of(MODELS["tiny"], Topology(), PoolShape(num_pages=2**50))
 
 
+LONGCAT = {"model_type": "longcat_flash", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
 class TestWeights:
     FIRST, MIDDLE, LAST = (Stage(start_layer=start, end_layer=end, num_layers=6) for start, end in pairwise([0, 2, 4, 6]))
 
@@ -271,6 +285,26 @@ class TestWeights:
     def test_stages_that_need_a_weight(self, name: str, owners: str) -> None:
         stages = {"F": self.FIRST, "M": self.MIDDLE, "L": self.LAST}
         assert "".join(letter for letter, stage in stages.items() if stage.owns_weight(name)) == owners
+
+    def test_stages_of_blocks_with_two_layers(self) -> None:
+        """LongCat: a checkpoint counts blocks, of two attention layers each."""
+        model = from_config({**LONGCAT, "num_layers": 3}, name="longcat")
+        stages = [stage_of(model, Topology(pp=2, pp_rank=stage)) for stage in range(2)]
+        assert [(stage.start_layer, stage.end_layer) for stage in stages] == [(0, 2), (2, 6)]
+        owners = [[stage.owns_weight(f"model.layers.{block}.mlp.weight") for stage in stages] for block in range(4)]
+        assert owners == [[True, False], [False, True], [False, True], [False, True]]
+        by_blocks = stage_of(model, Topology(pp=2, pp_rank=1), layer_counts=(2, 1))
+        assert (by_blocks.start_layer, by_blocks.end_layer) == (4, 6)
+        with pytest.raises(ConfigError, match="whole blocks of 2 layers"):
+            stage_of(model, Topology(), start_layer=1)
+        assert first_layers(model, 4).num_layers == 4
+        with pytest.raises(ConfigError, match="a multiple of 2"):
+            first_layers(model, 3)
+        assert from_config({**LONGCAT, "num_hidden_layers": 6}, name="longcat").num_layers == model.num_layers == 6
+
+    @pytest.mark.parametrize("name", ["model.layers.0.shared_transf.x", "model.layers.2.shared_transformer.x"])
+    def test_every_stage_needs_weights_that_layers_share(self, name: str) -> None:
+        assert all(stage.owns_weight(name) for stage in (self.FIRST, self.MIDDLE, self.LAST))
 
     def test_the_last_stage_needs_tied_embeddings_too(self) -> None:
         tied = from_config({**WINDOWS, "tie_word_embeddings": True}, name="tied")

@@ -98,15 +98,16 @@ def global_axis(state: State, role: Role, axis: str) -> GlobalAxis:
 
 
 def _channels(state: State, role: Role, size: int) -> GlobalAxis:
-    """The sizes of the temporal state determine the parts of a convolution's channels."""
-    match {axis: inner.size for axis, inner in state.role("temporal").inner.items()}:
+    """The sizes of the temporal state, if there is one, determine the parts of a convolution's channels."""
+    temporal = next((each.inner for each in state.roles if each.name == "temporal"), {})
+    match {axis: inner.size for axis, inner in temporal.items()}:
         case {"head": heads, "key_dim": key_dim, "value_dim": value_dim}:  # GDN, KDA: q, k, v
             keys = Part((size - heads * value_dim) // 2 // key_dim, key_dim)
             parts = [keys, keys, Part(heads, value_dim)]
         case {"head": heads, "head_dim": head_dim, "state": state_size}:  # Mamba2: x, B, C
             groups = Part((size - heads * head_dim) // 2 // state_size, state_size, grouped=True)
             parts = [Part(heads, head_dim), groups, groups]
-        case _:  # Mamba1
+        case _:  # Mamba1, short convolutions
             parts = [Part(size, 1)]
     axis = fused(*parts)
     if axis.size != size:
