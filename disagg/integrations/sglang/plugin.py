@@ -74,7 +74,7 @@ def register() -> None:
         f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens": steps.penalize,
         f"{batch}.Req.reset_for_retract": steps.keep_output,
         f"{scheduler}.update_running_batch": steps.settle,
-        f"{prebuilt}.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt": steps.note_accepted,
+        f"{prebuilt}.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt": steps.restore,
     }
     for step, hook in of_decode.items():
         HookRegistry.register(step, _on_decode(hook), HookType.AROUND)
@@ -177,7 +177,7 @@ def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *giv
 
 
 def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *given: Any, **named: Any) -> None:
-    """SGLang's processes would end over lists here, and sessions differ on both servers from the second turn on. Raises
+    """SGLang's processes would end over these lists and numbers, and sessions differ on both servers from the second turn on. Raises
     `ConfigError`, which becomes HTTP status 400.
     """
     if _is_ours(tokenizer.server_args):
@@ -185,8 +185,8 @@ def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *
             raise ConfigError("session_params: expected none: prefill's session does not have the answers")
         for name in ("top_logprobs_num", "logprob_start_len"):
             found = getattr(request, name, 0)
-            if not isinstance(found, int):
-                raise ConfigError(f"{name}: expected a number for one prompt, found {found!r:.80}")
+            if not isinstance(found, int) or found < -1:
+                raise ConfigError(f"{name}: expected a number of at least -1 for one prompt, found {found!r:.80}")
     original(tokenizer, request, *given, **named)
 
 

@@ -87,13 +87,15 @@ def check_unmoved_room(request: Any) -> None:
 
 
 def check_tokens(request: Any, vocabulary: int) -> None:
-    """Raise `LocalProtocolError` for token ids outside the vocabulary, over which the scheduler would end. Images and other
-    items may have such ids.
+    """Raise `LocalProtocolError` for no tokens, and ids outside the vocabulary, over which the scheduler would end. Images and
+    other items may have such ids.
     """
+    if not len(request.origin_input_ids):
+        raise LocalProtocolError("prompt: expected at least one token, found none")
     if request.multimodal_inputs is not None or request.input_embeds is not None:
         return
     ids = np.asarray(request.origin_input_ids)
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
+    if ids.min() < 0 or ids.max() >= vocabulary:
         raise LocalProtocolError(f"input_ids: expected 0 to {vocabulary - 1}, found {ids.min()} to {ids.max()}")
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+
+import torch
 
 SETTLED = "disagg_settled"
 """Marks requests of which SGLang knows the last token a step early."""
@@ -36,11 +39,51 @@ def _is_at_start(request: Any) -> bool:
     return request.decode_batch_idx == 0 and len(request.output_ids) > 0
 
 
-def note_accepted(original: Callable[..., None], batch: Any, *given: Any, **named: Any) -> None:
-    """Grammars take the first token. Those of llguidance and outlines do not note it, and would take the last token twice
-    once a retracted request is back.
+def _counted(batch: Any, request: Any) -> list[int]:
+    """The tokens that steps before a retraction have counted, without those that `penalize` counts in the next ones."""
+    output = list(request.output_ids)
+    if len(output) < 2 or not batch.enable_overlap:
+        return output[:-1]
+    last = request.origin_input_ids[-1]
+    return [last if last < batch.model_config.vocab_size else output[0], *output[:-2]]
+
+
+@dataclass
+class _Requests:
+    """What SGLang's penalties read of a batch."""
+
+    reqs: list[Any]
+    device: Any
+
+
+def _count_again(batch: Any) -> None:
+    """SGLang counts for penalties and `min_new_tokens` from nothing once a retracted request is back."""
+    penalties = batch.sampling_info.penalizer_orchestrator
+    if not penalties.is_required or not batch.spec_algorithm.is_none():  # draft models: SGLang counts some of the tokens
+        return
+    if not any(len(request.output_ids) > 1 for request in batch.reqs):
+        return
+    found: Any = None
+    for request in batch.reqs:
+        own = _Requests([request], batch.device)
+        each = type(penalties)(penalties.vocab_size, own, set(penalties.penalizers))
+        for token in _counted(batch, request):
+            each.cumulate_output_tokens(torch.tensor([token], device=batch.device))
+        if found is None:
+            found, joined = each, own
+        else:
+            found.merge(each)  # reads the requests that it has so far
+            joined.reqs.append(request)
+    found.batch = batch
+    batch.sampling_info.penalizer_orchestrator = found
+
+
+def restore(original: Callable[..., None], batch: Any, *given: Any, **named: Any) -> None:
+    """A retracted request is back with its penalties, and grammars have taken the first token. Those of llguidance and outlines
+    do not note it, and would take a retracted request's last token twice.
     """
     original(batch, *given, **named)
+    _count_again(batch)
     for request in batch.reqs:
         if request.grammar is not None and request.grammar.current_token is None:
             request.grammar.current_token = request.output_ids[-1]

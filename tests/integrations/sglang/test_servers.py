@@ -254,11 +254,12 @@ def test_fields_over_which_a_scheduler_would_end(servers: Servers) -> None:
         with pytest.raises(urllib.error.HTTPError, match="400") as refused:
             server.complete(PROMPTS[0], stream=False, **{**where(servers, next(ROOMS)), **field})
         assert re.search("bootstrap_(room|host|port)|top_logprobs_num", refused.value.read().decode())
-    for server, name in itertools.product((servers.prefill, servers.decode), ("top_logprobs_num", "logprob_start_len")):
-        path, body = generate({"text": TEXT, "return_logprob": True, name: [5], **where(servers, next(ROOMS))})
+    wrong = (("top_logprobs_num", [5]), ("logprob_start_len", [5]), ("logprob_start_len", -5), ("text", ""))
+    for server, (name, value) in itertools.product((servers.prefill, servers.decode), wrong):
+        path, body = generate({"text": TEXT, "return_logprob": True, name: value, **where(servers, next(ROOMS))})
         found = Direct(server).ask(path, written(body), ())
         assert found.status == 400
-        assert f"{name}: expected a number".encode() in found.data
+        assert (b"expected at least one token" if name == "text" else f"{name}: expected a number".encode()) in found.data
     check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
     check_free(servers)
 
@@ -413,7 +414,8 @@ def test_decode_is_replaced_under_load(servers: Servers) -> None:
     check_answers(servers)
     num_retracted = servers.decode.metric("sglang:num_retracted_requests_total")
     assert num_retracted > 0
-    name = "a long regular expression"
-    with ThreadPoolExecutor(6) as pool:
-        assert [differs(servers.kinds[name], each) for each in pool.map(ask, [servers.proxy] * 6, [name] * 6)] == [[]] * 6
-    assert servers.decode.metric("sglang:num_retracted_requests_total") > num_retracted
+    for name in ("a long regular expression", "penalties", "min_tokens"):
+        with ThreadPoolExecutor(6) as pool:
+            assert [differs(servers.kinds[name], each) for each in pool.map(ask, [servers.proxy] * 6, [name] * 6)] == [[]] * 6
+        before, num_retracted = num_retracted, servers.decode.metric("sglang:num_retracted_requests_total")
+        assert num_retracted > before

@@ -15,9 +15,15 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import Req, RetractionBackup, ScheduleBatch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.sampling.penaltylib.frequency_penalty import BatchedFrequencyPenalizer
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
+from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
+from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
+from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from disagg.integrations.sglang.steps import keep_output, note_accepted, penalize, settle
+from disagg.integrations.sglang.steps import keep_output, restore, penalize, settle
 
 PROMPT, ANSWER = [4, 5, 6], [11, 12, 13, 14]
 
@@ -90,16 +96,82 @@ def test_a_token_that_is_known_a_step_early_is_penalized_once() -> None:
     assert counted(stays, overlap=True, is_decode=True) == ANSWER[2]
 
 
+LONG = [*ANSWER, *range(20, 30)]
+KINDS = {
+    BatchedFrequencyPenalizer,
+    BatchedMinNewTokensPenalizer,
+    BatchedPresencePenalizer,
+    BatchedRepetitionPenalizer,
+}
+PENALTIES = ({"frequency_penalty": 1.5, "min_new_tokens": 3}, {}, {"presence_penalty": 0.5, "repetition_penalty": 1.2})
+
+
+class Batch:
+    """To which there are weak references."""
+
+    sampling_info: Any
+
+
+def prebuilt(requests: list[Req], *, overlap: bool) -> Any:
+    """A batch of requests that a decode server has just got, as SGLang makes it."""
+    batch = Batch()
+    batch.__dict__ |= {
+        "reqs": requests,
+        "enable_overlap": overlap,
+        "device": "cpu",
+        "model_config": SimpleNamespace(vocab_size=100),
+        "spec_algorithm": SpeculativeAlgorithm.NONE,
+        "sampling_info": SimpleNamespace(),
+    }
+    batch.sampling_info.penalizer_orchestrator = BatchedPenalizerOrchestrator(100, batch, KINDS)
+    return batch
+
+
+def penalized(batch: Any, num_steps: int) -> list[torch.Tensor]:
+    """Logits after the penalties of each of the next steps."""
+    found = []
+    for _ in range(num_steps):
+        penalize(ScheduleBatch.cumulate_penalty_output_tokens, batch)
+        logits = torch.linspace(-1, 1, 100).repeat(len(batch.reqs), 1)
+        batch.sampling_info.penalizer_orchestrator.apply(logits)
+        found.append(logits)
+        for each in batch.reqs:
+            each.decode_batch_idx += 1
+            if each.decode_batch_idx > 1 or not batch.enable_overlap:  # else no result is known yet
+                each.output_ids.append(LONG[len(each.output_ids)])
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+def test_retracted_requests_are_penalized_as_if_they_had_stayed(num_tokens: int, overlap: bool) -> None:
+    def batch_of(count: int) -> Any:
+        requests = [request() for _ in PENALTIES]
+        for each, given in zip(requests, PENALTIES, strict=True):
+            each.sampling_params = SamplingParams(**given)
+            each.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+            each.output_ids = array("q", ANSWER[:count])
+        return prebuilt(requests, overlap=overlap)
+
+    stayed, back = batch_of(1), batch_of(num_tokens)
+    restore(lambda _: None, stayed)
+    expected = penalized(stayed, num_tokens + 3)[num_tokens - 1 :]
+    restore(lambda _: None, back)
+    for one, other in zip(penalized(back, 4), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert back.sampling_info.penalizer_orchestrator.batch is back
+
+
 def test_a_grammar_takes_the_last_token_of_a_retracted_request_once() -> None:
     """Those of llguidance and outlines note no token by themselves; SGLang takes it again where none is noted."""
     one, other = request(), request()
     grammar = one.grammar = BaseGrammarObject()
     for each in (one, other):
         each.output_ids.append(ANSWER[0])
-    note_accepted(lambda _: None, SimpleNamespace(reqs=[one, other]))
+    restore(lambda _: None, prebuilt([one, other], overlap=True))
     assert grammar.current_token == ANSWER[0]
     one.output_ids.append(ANSWER[1])
-    note_accepted(lambda _: None, SimpleNamespace(reqs=[one]))
+    restore(lambda _: None, prebuilt([one], overlap=True))
     assert grammar.current_token == ANSWER[0]
 
 
