@@ -288,14 +288,19 @@ class Client:
         self._telling: set[asyncio.Task[None]] = set()
 
     async def server(self, url: str, headers: Mapping[str, str]) -> Server:
-        """Which kind of server there is at `url`: SGLang names its bootstrap port. vLLM has no such path, or names no port.
+        """Which kind of server there is at `url`. VLLM has no `/model_info`; with `VLLM_SERVER_DEV_MODE=1` it has another
+        `/server_info`, which takes seconds.
 
         Raises `ClientError` for one that was gone and is not back yet, and `Refused` for a client without its key.
         """
         if url not in self._known:
-            async with self.open("GET", f"{url}/server_info", headers=headers, timeout=ASK_TIMEOUT) as answer:
-                found = {} if answer.status == web.HTTPNotFound.status_code else await read_json(answer)
-            self._known[url] = server_of(url, found if isinstance(found, dict) else {})
+            found: Body = {}
+            for path in ("/model_info", "/server_info"):
+                async with self.open("GET", url + path, headers=headers, timeout=ASK_TIMEOUT) as answer:
+                    if answer.status == web.HTTPNotFound.status_code:
+                        break
+                    found = await read_json(answer)
+            self._known[url] = server_of(url, found)
         return self._known[url]
 
     def are_sglang(self, urls: Iterable[str]) -> bool:
@@ -430,7 +435,7 @@ class Client:
 
 
 def server_of(url: str, info: Body) -> Server:
-    """`info` is SGLang's `/server_info`."""
+    """`info` is SGLang's `/server_info`; empty for vLLM."""
     num_replicas, problem = info.get("dp_size") or 1, ""
     if info.get("enable_dp_attention") or (info.get("attn_dp_size") or 1) > 1:
         problem = "SGLang's prefill with attention data parallelism"

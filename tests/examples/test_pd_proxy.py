@@ -68,7 +68,7 @@ class StandIn:
     """Requests whose client left."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/server_info":
+        if request.path in ("/model_info", "/server_info"):
             return web.json_response({"detail": "Not Found"}, status=404) if self.info is None else copy_of(self.info)
         asked = Asked(request.method, request.raw_path, request.headers.copy(), await request.read())
         if b'"prompt": [0]' in asked.data and "do_remote_decode" in asked.body["kv_transfer_params"]:
@@ -232,8 +232,12 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-DEV_MODE = web.json_response({"vllm_config": "model='model'", "vllm_env": {}, "system_env": {}})
-"""What vLLM answers to `/server_info` with `VLLM_SERVER_DEV_MODE=1`."""
+class DevMode(StandIn):
+    """VLLM with `VLLM_SERVER_DEV_MODE=1`, which collects what it says of itself for seconds."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        assert request.path != "/server_info"
+        return await super().handle(request)
 
 
 def test_vllm_in_dev_mode_is_no_sglang() -> None:
@@ -243,7 +247,7 @@ def test_vllm_in_dev_mode_is_no_sglang() -> None:
         (asked,) = pair.decode.bodies()
         assert asked["kv_transfer_params"]["remote_engine_id"] == "engine"
 
-    run(scenario, StandIn(prefills, info=DEV_MODE), StandIn(decodes, info=DEV_MODE))
+    run(scenario, DevMode(prefills), DevMode(decodes))
 
 
 def test_both_servers_are_asked_at_once() -> None:
@@ -395,7 +399,7 @@ def test_replicas_take_turns() -> None:
 
 
 def test_a_server_that_wants_a_key_gets_the_clients() -> None:
-    """SGLang guards `/server_info` too."""
+    """SGLang guards `/model_info` too."""
     guarded = StandIn(decodes, info=web.Response(status=401, body=b'{"error": "Unauthorized"}'))
 
     async def scenario(pair: Pair) -> None:

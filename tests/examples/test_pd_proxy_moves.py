@@ -242,7 +242,7 @@ class DecodeStandIn(StandIn):
     knows_itself: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/server_info":
+        if request.path == "/model_info":
             await self.knows_itself.wait()
         return await super().handle(request)
 
