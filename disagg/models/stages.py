@@ -89,9 +89,9 @@ def stage_of(
     start_layer: int | None = None,
     end_layer: int | None = None,
 ) -> Stage:
-    """This rank's stage, by `layer_counts`, which count blocks, unless the server gives its first and last layer. Without pipeline parallelism
-    these may be any range. With it every rank's layers must be known, so this raises `ConfigError` if they differ from the
-    split.
+    """This rank's stage, by `layer_counts`, which count blocks, unless the server gives its first and last layer. Without
+    pipeline parallelism these may be any range. With it every rank's layers must be known, so this raises `ConfigError` if
+    they differ from the split.
     """
     blocks = split_layers(model.num_layers // model.layers_per_block, topology.pp, layer_counts)
     counted = (np.cumsum([0, *map(len, blocks)]) * model.layers_per_block).tolist()

@@ -67,8 +67,9 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 class Peer:
     """A rank of a known instance. Only the control thread changes it.
 
-    `told`: whether its last processes were told that they may write rows, by epoch. `failed`: the engine could not connect
-    with it last. `num_attempts` are under way, `tried` the last that was begun. `writing`: the engine by which it writes here. `waiting`: transfers that wait for the engine.
+    `told`: whether its last processes were told that they may write rows, by epoch. `tried` is the last attempt to connect
+    that was begun, `num_attempts` are under way, and `failed`: the engine could not connect last. `writing`: the engine by
+    which it writes here. `waiting`: transfers that wait for the engine.
     """
 
     told: dict[int, bool] = field(default_factory=dict)

@@ -20,7 +20,8 @@ import zmq
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.machine.tcp import LONGEST_WAIT_S, sockets_of
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
-from disagg.runtime import channel as channels_of, endless
+from disagg.runtime import channel as channels_of
+from disagg.runtime import endless
 from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
 from disagg.runtime.endless import MAX_UNKNOWN_NBYTES
 from disagg.runtime.keys import KeyPair
@@ -370,9 +371,7 @@ def test_a_connection_whose_message_has_too_many_frames_is_ended(channels: tuple
     assert delivered(server, client, b"still here") == [b"still here"]
 
 
-def test_a_poll_takes_a_bounded_number_of_bytes(
-    channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_poll_takes_a_bounded_number_of_bytes(channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     server, client = channels
     exchange(server, client)
     monkeypatch.setattr(channels_of, "MAX_MESSAGE_NBYTES", 100)

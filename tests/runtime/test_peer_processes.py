@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,11 +76,11 @@ def test_a_peer_that_names_one_epoch_after_the_other_costs_no_descriptors() -> N
     with contextlib.closing(PeerProcesses("me", 0, EPOCH)) as mine:
         with contextlib.closing(PeerProcesses("peer", 0, 1)):
             held = mine.attest("peer", 0, 1)
-        before = len(os.listdir("/proc/self/fd"))
+        before = len([*Path("/proc/self/fd").iterdir()])
         for epoch in range(2, 20):
             with contextlib.closing(PeerProcesses("peer", 0, epoch)):
                 assert mine.attest("peer", 0, epoch) is not None
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len([*Path("/proc/self/fd").iterdir()]) == before
         assert held is not None
         assert held.fileno() >= 0
 

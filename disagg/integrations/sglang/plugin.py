@@ -177,8 +177,8 @@ def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *giv
 
 
 def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *given: Any, **named: Any) -> None:
-    """SGLang's processes would end over these lists and numbers, and sessions differ on both servers from the second turn on. Raises
-    `ConfigError`, which becomes HTTP status 400.
+    """SGLang's processes would end over these lists and numbers, and sessions differ on both servers from the second turn on.
+    Raises `ConfigError`, which becomes HTTP status 400.
     """
     if _is_ours(tokenizer.server_args):
         if getattr(request, "session_params", None):

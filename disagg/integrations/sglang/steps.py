@@ -57,23 +57,23 @@ class _Requests:
 
 
 def _count_again(batch: Any) -> None:
-    """SGLang counts for penalties and `min_new_tokens` from nothing once a retracted request is back."""
+    """SGLang counts for penalties and `min_new_tokens` from nothing once a retracted request is back. They stay in their order,
+    which counts: some are subtracted, one is a factor.
+    """
     penalties = batch.sampling_info.penalizer_orchestrator
     if not penalties.is_required or not batch.spec_algorithm.is_none():  # draft models: SGLang counts some of the tokens
         return
     if not any(len(request.output_ids) > 1 for request in batch.reqs):
         return
-    found: Any = None
-    for request in batch.reqs:
-        own = _Requests([request], batch.device)
-        each = type(penalties)(penalties.vocab_size, own, set(penalties.penalizers))
+    parts = [_Requests([request], batch.device) for request in batch.reqs]
+    counts = [type(penalties)(penalties.vocab_size, part, tuple(penalties.penalizers)) for part in parts]
+    for request, count in zip(batch.reqs, counts, strict=True):
         for token in _counted(batch, request):
-            each.cumulate_output_tokens(torch.tensor([token], device=batch.device))
-        if found is None:
-            found, joined = each, own
-        else:
-            found.merge(each)  # reads the requests that it has so far
-            joined.reqs.append(request)
+            count.cumulate_output_tokens(torch.tensor([token], device=batch.device))
+    found = counts[0]
+    for request, count in zip(batch.reqs[1:], counts[1:], strict=True):
+        found.merge(count)  # reads the requests that it has so far
+        parts[0].reqs.append(request)
     found.batch = batch
     batch.sampling_info.penalizer_orchestrator = found
 

@@ -175,7 +175,9 @@ def test_a_bias_that_a_model_of_sglang_does_not_read_is_named(name: str, part: s
     adapted.base_layer = linear
     has, wrapped, lacks = (block(part, layer) for layer in (linear, adapted, plain_linear))
     image = torch.nn.ModuleList([holding(part, linear)])
-    words = [identity(source, name="mine", modules=found).revision.split() for found in ([has], [wrapped], [lacks], [image, lacks])]
+    words = [
+        identity(source, name="mine", modules=found).revision.split() for found in ([has], [wrapped], [lacks], [image, lacks])
+    ]
     assert [f'{name}="not_read"' in each for each in words] == [False, False, True, True]
     for part_without in (holding(part, plain_linear), block(part, plain_linear)):  # a part for images, and one layer of many
         assert identity(source, name="mine", modules=[has, part_without]).revision.split() == words[0]

@@ -23,7 +23,7 @@ from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionP
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from disagg.integrations.sglang.steps import keep_output, restore, penalize, settle
+from disagg.integrations.sglang.steps import keep_output, penalize, restore, settle
 
 PROMPT, ANSWER = [4, 5, 6], [11, 12, 13, 14]
 
@@ -103,7 +103,11 @@ KINDS = {
     BatchedPresencePenalizer,
     BatchedRepetitionPenalizer,
 }
-PENALTIES = ({"frequency_penalty": 1.5, "min_new_tokens": 3}, {}, {"presence_penalty": 0.5, "repetition_penalty": 1.2})
+PENALTIES: tuple[dict[str, Any], ...] = (
+    {"frequency_penalty": 1.5, "min_new_tokens": 3},
+    {},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+)
 
 
 class Batch:
