@@ -69,6 +69,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             metavar="BYTES",
         ),
     ] = None
+    staging_nbytes: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        meaning(
+            "Memory to pack into and to lend to peers; default: 256 MiB of a GPU, or 64 to 160 MiB of the host, by engine.",
+            metavar="BYTES",
+        ),
+    ] = None
     direct_between_hosts: Annotated[
         bool,
         meaning("Let peers on other hosts write rows; those of a peer that ends while writing stay unused until a restart."),

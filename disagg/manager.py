@@ -92,9 +92,11 @@ class KVManager:
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's threshold). Unless that is 0, peers on
     other hosts write slots that this rank copies into its rows, since there is no proof from there that a lost peer writes
-    no more. With `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but
-    the rows of a peer that is lost during a request stay out of use until `close`. `verify` says how much of what this rank
-    receives is compared with what was sent: `"off"` or `"full"`.
+    no more. Buffers to pack into and slots for all peers have `staging_nbytes` together (`None`: 256 MiB of the GPU that the
+    pools are on, or 64 to 160 MiB of the host, by engine), allocated at the start; a single peer is faster with more. With
+    `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but the rows of a
+    peer that is lost during a request stay out of use until `close`. `verify` says how much of what this rank receives is
+    compared with what was sent: `"off"` or `"full"`.
 
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`,
     beside `/healthz` and `/readyz`, without authentication. With `tracing` each request has OpenTelemetry spans, by the
@@ -124,6 +126,7 @@ class KVManager:
         devices: Sequence[str] = (),
         require: str | None = None,
         pack_below: int | None = None,
+        staging_nbytes: int | None = None,
         direct_between_hosts: bool = False,
         verify: Verify = "off",
         limits: Limits | None = None,
@@ -162,6 +165,7 @@ class KVManager:
             peer_keys=frozenset((peer_keys or {}).values()),
             insecure=insecure,
             pack_below=check_count(pack_below, "pack_below", "a number of bytes"),
+            staging_nbytes=check_count(staging_nbytes, "staging_nbytes", "a number of bytes"),
             direct_between_hosts=direct_between_hosts,
             limits=limits or Limits(),
             connection_limits=connection_limits,
@@ -178,9 +182,9 @@ class KVManager:
             runtime.opened.close()
             raise
         logger.info(
-            "%s: listening at %s, backend %s over %s, components %s%s",
+            "%s: listening at %s, backend %s over %s, components %s, %d MiB of slots and packing buffers%s",
             runtime.handshake.me, self.address, self.backend.name, self.backend.transport, ", ".join(c.name for c in
-            components), f", metrics at {self.metrics_url}" if self.metrics_url else "",
+            components), runtime.staging_nbytes >> 20, f", metrics at {self.metrics_url}" if self.metrics_url else "",
         )  # fmt: skip
 
     def __enter__(self) -> KVManager:

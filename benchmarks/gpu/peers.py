@@ -1,6 +1,6 @@
 """What each of many live peers gets on GPUs: prefill ranks on GPU 1, each a process, send to one decode rank on GPU 0::
 
-    python -m benchmarks.gpu.peers --peers 1 8 24 --json docs/benchmarks/gpu-peers-2xh200.json
+    python -m benchmarks.gpu.peers --peers 1 8 24 --staging-mib 256 1024 --json docs/benchmarks/gpu-peers-2xh200.json
 
 All peers are connected; then each sends one request at a time while the others have none (`in_turn`), and all send requests
 back to back (`at_once`). Tokens of 8 heads of 256 bytes go from NHD to HND pages, so that everything is packed. Times are from
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import select
 import statistics
@@ -41,7 +42,7 @@ def content(peer: int, tokens: int, device: str) -> Any:
 
 
 class Rank:
-    def __init__(self, name: str, engine: str, pools: Any, *, axes: str) -> None:
+    def __init__(self, name: str, engine: str, pools: Any, *, axes: str, staging_mib: int) -> None:
         importlib.import_module("torch").cuda.synchronize(pools.device)
         layers = {layer: (pool[0], pool[1]) for layer, pool in enumerate(pools)}
         self.pools = pools
@@ -52,12 +53,13 @@ class Rank:
             model=ModelId("bench"),
             backend=engine,
             admit="any",
+            staging_nbytes=staging_mib << 20,
         )
 
 
-def serve(pipe: Connection, peer: int, engine: str, tokens: int) -> None:
+def serve(pipe: Connection, peer: int, engine: str, tokens: int, staging_mib: int) -> None:
     """A prefill rank. Sends the requests it is told, one after the other, and answers with the time of each `finish`."""
-    rank = Rank(f"p{peer}", engine, content(peer, tokens, "cuda:1"), axes=NHD)
+    rank = Rank(f"p{peer}", engine, content(peer, tokens, "cuda:1"), axes=NHD, staging_mib=staging_mib)
     pipe.send((rank.manager.address, rank.manager.backend.transport))
     rows = {"kv": Pages(np.arange(tokens // PAGE, dtype=np.int32))}
     while (requests := pipe.recv()) is not None:
@@ -77,12 +79,13 @@ def serve(pipe: Connection, peer: int, engine: str, tokens: int) -> None:
 class Hub:
     """The decode rank. Peer number `i` fills the `i`-th part of its pools."""
 
-    def __init__(self, engine: str, tokens: int, pipes: list[Connection]) -> None:
+    def __init__(self, engine: str, tokens: int, staging_mib: int, pipes: list[Connection]) -> None:
         torch = importlib.import_module("torch")
         self.tokens, self.pipes = tokens, pipes
         self.pages = tokens // PAGE
         shape = (LAYERS, 2, self.pages * len(pipes), HEADS, PAGE, DIM)
-        self.rank = Rank("hub", engine, torch.zeros(shape, dtype=torch.int16, device="cuda:0"), axes=HND)
+        pools = torch.zeros(shape, dtype=torch.int16, device="cuda:0")
+        self.rank = Rank("hub", engine, pools, axes=HND, staging_mib=staging_mib)
         self.transports = set()
         for peer, pipe in enumerate(pipes):
             address, transport = receive(pipe)
@@ -149,10 +152,10 @@ class Hub:
         return [round(AT_ONCE * self.nbytes / (stop - started) / 1e9, 3) for stop in stopped]
 
 
-def measure(engine: str, num_peers: int, tokens: int) -> dict[str, Any]:
+def measure(engine: str, num_peers: int, tokens: int, staging_mib: int) -> dict[str, Any]:
     with ExitStack() as stack:
-        pipes = [stack.enter_context(other_process(serve, peer, engine, tokens)) for peer in range(num_peers)]
-        hub = Hub(engine, tokens, pipes)
+        pipes = [stack.enter_context(other_process(serve, peer, engine, tokens, staging_mib)) for peer in range(num_peers)]
+        hub = Hub(engine, tokens, staging_mib, pipes)
         stack.callback(hub.rank.manager.close)
         turns, correct = hub.in_turn(), hub.holds()
         rates = hub.at_once()
@@ -161,6 +164,7 @@ def measure(engine: str, num_peers: int, tokens: int) -> dict[str, Any]:
             "engine": engine,
             "peers": num_peers,
             "bytes": hub.nbytes,
+            "staging_mib": staging_mib,
             "in_turn_ms": {"fastest": min(turns), "median": statistics.median(turns), "slowest": max(turns)},
             "slowest_to_fastest": round(max(turns) / min(turns), 2),
             "at_once_gbps": {"all": round(min(rates) * num_peers, 2), "least": min(rates), "most": max(rates)},
@@ -173,17 +177,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", type=int, default=[1, 8, 24])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 16384])
+    parser.add_argument("--staging-mib", nargs="+", type=int, default=[256])
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--engines", nargs="+", default=["nixl"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     result = {**conditions(), "what": (__doc__ or "").split("\n", 1)[0], "rows": []}
-    for engine in arguments.engines:
-        for tokens in arguments.tokens:
-            for num_peers in arguments.peers:
-                result["rows"].append(measure(engine, num_peers, tokens))
-                print(result["rows"][-1], flush=True)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    cases = itertools.product(arguments.engines, arguments.peers, arguments.tokens, arguments.staging_mib)
+    for case in list(cases) * arguments.rounds:
+        result["rows"].append(measure(*case))
+        print(result["rows"][-1], flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from disagg.core import _native
@@ -106,6 +106,18 @@ class StagingShape:
     @property
     def batch(self) -> int:
         return min(self.at_once, max(1, self.window // 2))
+
+    @property
+    def nbytes(self) -> int:
+        return (self.window + self.spares + self.num_lent) * self.slot_nbytes
+
+    def within(self, nbytes: int) -> StagingShape:
+        """With as many slots as `nbytes` hold, in about the same proportions. Raises `ConfigError` for fewer than two."""
+        count, usual = nbytes // self.slot_nbytes, self.nbytes // self.slot_nbytes
+        if count < 2:
+            raise ConfigError(f"staging_nbytes: expected at least {2 * self.slot_nbytes}, two slots, found {nbytes}")
+        window, spares = max(1, self.window * count // usual), self.spares * count // usual
+        return replace(self, window=window, spares=spares, num_lent=count - window - spares)
 
     def __post_init__(self) -> None:
         sizes = self.slot_nbytes, self.window, self.num_lent, self.address_space, self.at_once

@@ -29,7 +29,8 @@ class PeerHealth:
 @dataclass(frozen=True)
 class Health:
     """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
-    Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
+    Pieces below `pack_below` bytes travel packed, through `staging_nbytes` bytes of memory. `quarantined` counts requests
+    whose rows are not proved quiet, by reason.
 
     `renewal_due` says why the engine should be closed and started again: more receives are quarantined than
     `Limits.max_quarantined`, lost peers may still write to most of the staging slots, or the engine will never serve new
@@ -44,6 +45,7 @@ class Health:
     num_sending: int
     quarantined: dict[str, int]
     pack_below: int = 0
+    staging_nbytes: int = 0
     renewal_due: str = ""
 
 
@@ -65,6 +67,7 @@ def health_of(runtime: Runtime) -> Health:
         num_sending=senders[True],
         quarantined=counts,
         pack_below=runtime.pack_below,
+        staging_nbytes=runtime.staging_nbytes,
         renewal_due=runtime.renewal_due(),
     )
 

@@ -70,6 +70,7 @@ class RuntimeSettings:
     peer_keys: frozenset[str]
     insecure: bool
     pack_below: int | None
+    staging_nbytes: int | None
     direct_between_hosts: bool
     limits: Limits
     connection_limits: ConnectionLimits | None
@@ -123,12 +124,13 @@ class Runtime:
         backend, options = settings.backend, settings.options
         self.backend = backend(options) if callable(backend) else registry.load(backend, options, gpu=self.memory.has_gpu)
         opened.callback(self.backend.close)
-        shape = self.memory.staging(self.backend.staging, pack_below=settings.pack_below)
+        shape = self.memory.staging(self.backend.staging, pack_below=settings.pack_below, nbytes=settings.staging_nbytes)
         self._slots = SlotPool(shape, self.memory.allocate_on_device) if shape.pack_below else None
         lent = LentSlots(shape, self.memory.allocate_on_device) if shape.pack_below else None
         self._staging = [pool.memory for pool in (self._slots, lent) if pool is not None]
         self.backend.register(merge_regions([*self.memory.regions, *(each.region for each in self._staging)]))
         self.pack_below = shape.pack_below
+        self.staging_nbytes = shape.nbytes if shape.pack_below else 0
         self.address = advertised_address(settings.advertise, self.channel.address)
         identity = Identity(
             instance=settings.name,

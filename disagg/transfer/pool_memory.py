@@ -46,12 +46,13 @@ class PoolMemory:
         devices = {region.device for region in self.regions}
         return next(iter(devices)) if len(devices) == 1 else None
 
-    def staging(self, shape: StagingShape, *, pack_below: int | None = None) -> StagingShape:
-        """How an engine that stages as `shape` does so here. `pack_below` replaces the threshold. Pools on several devices
-        are never packed: raises `ConfigError` if `pack_below` asks for that.
+    def staging(self, shape: StagingShape, *, pack_below: int | None = None, nbytes: int | None = None) -> StagingShape:
+        """How an engine that stages as `shape` does so here. `pack_below` replaces the threshold, and `nbytes` the memory.
+        Raises `ConfigError` for less memory than two slots, and if pools on several devices, which are never packed, should be.
         """
         if self.has_gpu and shape.pack_below:
             shape = GPU_STAGING if self.device is not None else StagingShape(pack_below=0)
+        shape = shape if nbytes is None else shape.within(nbytes)
         if pack_below is None:
             return shape
         if pack_below and self.has_gpu and self.device is None:

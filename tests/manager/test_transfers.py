@@ -6,6 +6,7 @@ import pytest
 
 from disagg.backends.base import BackendOptions, StagingShape
 from disagg.backends.local import LocalBackend
+from disagg.core.errors import ConfigError
 from disagg.testing.reference import Context
 from tests.support.cluster import Side, cluster
 
@@ -114,6 +115,21 @@ def test_small_pieces_are_packed_and_unpacked_at_the_right_place(prefill: Side, 
         assert ok(instances.transfer(61, first_token=13, chunks=(20, 21, 40)))
         assert sum(rank.manager.stats.nbytes_packed for rank in instances.prefill) > 0
         assert sum(rank.manager.stats.unpack_s for rank in instances.decode) > 0
+
+
+def test_the_least_memory_for_packing_is_enough() -> None:
+    """A buffer to pack into, and a slot for all peers."""
+    shape = StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8)
+    settings = {"backend": lambda options: SmallStaging(options, shape), "staging_nbytes": 2999}
+    with cluster(Side(tp=2), Side(tp=1, page=8), settings=settings) as instances:
+        assert ok(instances.transfer(61))
+        assert {rank.manager.health().staging_nbytes for rank in (*instances.prefill, *instances.decode)} == {2000}
+        assert all(rank.manager.stats.nbytes_packed for rank in instances.prefill)
+    with (
+        pytest.raises(ConfigError, match="staging_nbytes: expected at least 2000, two slots, found 1999"),
+        cluster(Side(), Side(), settings={**settings, "staging_nbytes": 1999}),
+    ):
+        pass
 
 
 def test_a_request_without_tokens_succeeds() -> None:

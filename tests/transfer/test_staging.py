@@ -24,6 +24,19 @@ def test_an_invalid_staging_shape_is_refused(wrong: dict[str, Any]) -> None:
         StagingShape(**wrong)
 
 
+@pytest.mark.parametrize("shape", [StagingShape(), StagingShape(window=4, num_lent=4, spares=0)])
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 63, 64, 65, 1000])
+def test_memory_of_another_size_is_divided_alike(shape: StagingShape, count: int) -> None:
+    found = shape.within((count + 1) * shape.slot_nbytes - 1)
+    assert found.nbytes == count * shape.slot_nbytes
+    assert min(found.window, found.num_lent) >= 1
+    usual = shape.nbytes // shape.slot_nbytes
+    assert abs(found.num_lent / count - shape.num_lent / usual) <= 2 / count
+    assert shape.within(shape.nbytes) == shape
+    with pytest.raises(ConfigError, match=rf"staging_nbytes: expected at least {2 << 20}, two slots, found {1 << 20}"):
+        shape.within(1 << 20)
+
+
 def test_pools_give_each_slot_once_without_overlap() -> None:
     slots, lent = SlotPool(SHAPE), LentSlots(SHAPE)
     first, second = slots.take(), slots.take()
