@@ -9,7 +9,10 @@ mkdir -p "$out"
 
 build() { # one compiler call, without CMake
   local nanobind include suffix
-  nanobind=$("$python" -c 'import nanobind, os; print(os.path.dirname(nanobind.__file__))')
+  nanobind=$("$python" -c 'import nanobind, os; print(os.path.dirname(nanobind.__file__))') || {
+    echo "gpu_all: expected nanobind for $python: $python -m pip install nanobind" >&2
+    return 1
+  }
   include=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
   suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
   g++ -std=c++20 -O3 -shared -fPIC -fvisibility=hidden -DNDEBUG -w -I"$nanobind/include" -I"$nanobind/ext/robin_map/include" \

@@ -58,7 +58,7 @@ recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null
 
 find_python() {
   local name
-  for name in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
+  for name in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
     if recent "$name"; then
       base=$name
       return

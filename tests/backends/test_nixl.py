@@ -426,3 +426,8 @@ def test_what_the_user_has_set_stays_and_is_reported(monkeypatch: pytest.MonkeyP
 def test_the_same_setting_is_no_conflict() -> None:
     assert conflicts({"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}, {"UCX_TLS": "tcp", "UCX_MODULES": "^ib,cuda"}) == []
     assert conflicts({"UCX_USE_MT_MUTEX": "y"}, {"UCX_USE_MT_MUTEX": "n"}) == []
+    assert conflicts({}, {"UCX_TLS": "all"}) == []
+
+
+def test_transports_that_the_user_excludes_are_not_inferred() -> None:
+    assert conflicts({}, {"UCX_TLS": "^cma"}) == ["UCX_TLS='^cma' is set, 'all' was asked for"]

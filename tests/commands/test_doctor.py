@@ -403,6 +403,7 @@ def test_how_long_tcp_waits_after_a_cut(tmp_path: Path) -> None:
         ("MC_TCP_PROTO", "1", Level.ERROR, "refuses to start"),
         ("MC_TCP_ENABLE_CONNECTION_POOL", "0", Level.ERROR, "refuses to start"),
         ("MC_TRANSFER_TIMEOUT", "30", Level.WARNING, "quarantined"),
+        ("MC_USE_IPV6", "1", Level.OK, "IPv6 addresses only"),
         ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "8", Level.WARNING, "slow"),
         ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535", Level.OK, ""),
         ("MC_INTRANODE_NVLINK", "1", Level.ERROR, "no GPU"),

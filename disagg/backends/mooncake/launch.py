@@ -18,7 +18,7 @@ from disagg.machine.environment import environment
 MAX_OUTSTANDING = 1024
 """Beyond its queue the engine rejects pieces, and may never serve the peer again."""
 _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
-_IPV6_SWITCH = "MC_USE_IPV6"
+IPV6_SWITCH = "MC_USE_IPV6"
 """Read by the engine whenever it resolves an address; any value is yes."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 TRANSFER_ENGINE = "transfer_engine"
@@ -107,11 +107,11 @@ def ip_refusal(host: str) -> str | None:
         found = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return None
-    if (socket.AF_INET6 if _IPV6_SWITCH in os.environ else socket.AF_INET) in found:
+    if (socket.AF_INET6 if IPV6_SWITCH in os.environ else socket.AF_INET) in found:
         return None
     return (
-        f"backend 'mooncake', host {host!r}: the engine reaches addresses of one IP version only, IPv6 if {_IPV6_SWITCH} is in "
-        f"the environment (now: {os.environ.get(_IPV6_SWITCH)!r}); expected it set to 1 for an IPv6 host, and not set for an "
+        f"backend 'mooncake', host {host!r}: the engine reaches addresses of one IP version only, IPv6 if {IPV6_SWITCH} is in "
+        f"the environment (now: {os.environ.get(IPV6_SWITCH)!r}); expected it set to 1 for an IPv6 host, and not set for an "
         "IPv4 host"
     )
 

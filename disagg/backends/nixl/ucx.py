@@ -56,9 +56,10 @@ def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str
 
 
 def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    wanted = {"UCX_TLS": "all", **settings}
     return [
         f"{name}={environ[name]!r} is set, {value!r} was asked for"
-        for name, value in settings.items()
+        for name, value in wanted.items()
         if name in environ and environ[name] != value and name not in NOT_TRANSPORTS
     ]
 

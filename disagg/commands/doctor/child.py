@@ -21,6 +21,7 @@ import numpy as np
 
 from disagg.backends import registry as backends
 from disagg.backends.base import Backend, BackendOptions, RemotePeer, TransferStatus
+from disagg.backends.mooncake.launch import IPV6_SWITCH
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError, TransferFailed
 from disagg.core.memory import MemoryRegion
@@ -40,7 +41,8 @@ def _report(**found: Any) -> None:
 @contextlib.contextmanager
 def _started(name: str) -> Iterator[tuple[Backend, int]]:
     """An engine, and the address of its registered buffer."""
-    backend = backends.load(name, BackendOptions())
+    host = "::1" if name == "mooncake" and IPV6_SWITCH in os.environ else "127.0.0.1"
+    backend = backends.load(name, BackendOptions(host=host))
     try:
         buffer = np.ones(BUFFER_NBYTES, dtype=np.uint8)
         address = int(buffer.__array_interface__["data"][0])

@@ -142,6 +142,10 @@ def _queue(_: Machine, name: str, value: str) -> Iterator[Finding]:
         yield _wrong(name, value, "few pieces are in flight at a time, which is slow", level=Level.WARNING)
 
 
+def _ipv6(_: Machine, name: str, value: str) -> Iterator[Finding]:
+    yield ok("environment", f"{name}={value!r} is set: Mooncake reaches IPv6 addresses only")
+
+
 def _nvlink(machine: Machine, name: str, value: str) -> Iterator[Finding]:
     if not machine.gpus:
         yield _wrong(name, value, "Mooncake does not start: protocol 'nvlink_intra' needs GPUs",
@@ -156,6 +160,7 @@ _RULES: dict[str, Callable[[Machine, str, str], Iterator[Finding]]] = {
     "MC_TCP_PROTO": _tcp_proto,
     "MC_TCP_ENABLE_CONNECTION_POOL": _pool,
     "MC_TRANSFER_TIMEOUT": _timeout,
+    "MC_USE_IPV6": _ipv6,
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": _queue,
     "MC_INTRANODE_NVLINK": _nvlink,
     "MC_INTRA_NVLINK": _nvlink,

@@ -209,19 +209,24 @@ class Stop:
 
 
 def drain(resident: ResidentRank, stop: Stop, report: Callable[[str], None]) -> None:
-    """Wait up to `drain_s` for requests under way, and report what becomes of them."""
+    """Wait up to `drain_s` for requests under way, and report what becomes of them, if the output can still be written."""
+
+    def say(text: str) -> None:
+        with suppress(OSError):
+            report(f"{resident}: ends: {text}")
+
     manager, until = resident.manager, time.monotonic() + resident.config.drain_s
     health = manager.health()
     num_open = health.num_receiving + health.num_sending
     if not num_open or stop.is_urgent():
-        report(f"{resident}: ends: {stop.reason}" + (f"; {counted(num_open, 'request')} aborted" if num_open else ""))
+        say(stop.reason + (f"; {counted(num_open, 'request')} aborted" if num_open else ""))
         return
-    report(f"{resident}: ends: {stop.reason}; waits for {counted(num_open, 'request')}, up to {resident.config.drain_s:g} s")
+    say(f"{stop.reason}; waits for {counted(num_open, 'request')}, up to {resident.config.drain_s:g} s")
     while not manager.drain(timeout_s=POLL_S) and not stop.is_urgent() and time.monotonic() < until:
         pass
     health = manager.health()
     num_open = health.num_receiving + health.num_sending
-    report(f"{resident}: ends: " + (f"{counted(num_open, 'request')} aborted" if num_open else "all requests have ended"))
+    say(f"{counted(num_open, 'request')} aborted" if num_open else "all requests have ended")
 
 
 def serve(config: RankConfig, *, stop: Stop, report: Callable[[str], None]) -> None:
