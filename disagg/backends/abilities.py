@@ -46,6 +46,9 @@ class Renewable(Protocol):
     def is_renewed(self, peer: RemotePeer) -> bool:
         """Whether it has been renewed since it connected to the peer, and one of the two may write by the former engine."""
 
+    def reads_no_more(self, peer: RemotePeer) -> bool:
+        """Whether the end of the former engine ended all that read this rank's memory to write it to the peer."""
+
 
 def renewal_due(backend: Backend) -> str:
     return backend.renewal_due() if isinstance(backend, Renewable) else ""

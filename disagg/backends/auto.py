@@ -232,6 +232,10 @@ class AutoBackend:
         writers = [other for other in own.others if own.writer in ("", other.name)]
         return own.renewals < self._num_renewals and any(isinstance(each, Renewable) for each in (own.engine, *writers))
 
+    def reads_no_more(self, peer: RemotePeer) -> bool:
+        own = _own(peer, AutoPeer)
+        return isinstance(own.engine, Renewable) and own.engine.reads_no_more(own.peer)
+
     def disconnect(self, peer: RemotePeer) -> None:
         own = _own(peer, AutoPeer)
         if own.process is not None:

@@ -86,9 +86,9 @@ class Destination:
         return take_step(SEND_TABLE, self, step)
 
     def settle(self, chunk: int, *, packed: int, sums: Iterable[PartialChecksums], unsettled: bool) -> None:
-        """Checksums of chunks add up modulo 2**64."""
-        self.in_flight.discard(chunk)
+        """Checksums of chunks add up modulo 2**64. Another thread may ask `is_under_way` at any time."""
         (self.unsettled.add if unsettled else self.unsettled.discard)(chunk)
+        self.in_flight.discard(chunk)
         if packed:
             self.packed[chunk] = packed
         for part in sums:

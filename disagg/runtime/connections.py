@@ -238,6 +238,8 @@ class Connections:
                 del self._fencing[next(iter(self._fencing))]
             self._fencing[lost.peer, lost.epoch] = _Fencing(rank.engine, rank.process, now)
             self._fence(now)
+            if isinstance(self._backend, Renewable) and self._backend.reads_no_more(rank.engine):
+                self._sessions.sends.peer_quiet(lost.peer, epoch=lost.epoch)
 
     def forget(self, instance: str) -> None:
         self.num_losses.pop(instance, None)

@@ -189,7 +189,15 @@ class Transfers:
                 gathers_from=rank.gathers_from,
                 make_stream=rank.pack,
             )
-        job = Job(ticket, rank.engine, bind, lambda: destination.state is not SendState.ACTIVE, start.chunk.ready, rank.loans)
+        job = Job(
+            ticket,
+            rank.engine,
+            bind,
+            cancelled=lambda: destination.state is not SendState.ACTIVE,
+            ready=start.chunk.ready,
+            loans=rank.loans,
+            is_over=lambda: not destination.is_under_way(ticket.chunk),
+        )
         self._worker.submit(job)
         self._verification.start(rank, start)
 

@@ -176,6 +176,9 @@ class FaultyBackend:
     def is_renewed(self, peer: RemotePeer) -> bool:
         return isinstance(self.inner, Renewable) and self.inner.is_renewed(peer)
 
+    def reads_no_more(self, peer: RemotePeer) -> bool:
+        return isinstance(self.inner, Renewable) and self.inner.reads_no_more(peer)
+
     def is_quiet_when_closed(self) -> bool:
         """Delayed transfers are not posted after `close`."""
         return isinstance(self.inner, QuietWhenClosed) and self.inner.is_quiet_when_closed()

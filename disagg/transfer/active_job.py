@@ -53,12 +53,16 @@ class ActiveJob:
     def close(self) -> None:
         if self._packed is not None:
             self._packed.close()
+        if self._direct is not None:  # over, by another proof: the engine may know by now
+            self._poll_transfer(self._direct)
 
     def in_flight(self) -> bool:
         return self._direct is not None or (self._packed is not None and self._packed.in_flight())
 
     @property
     def has_ended(self) -> bool:
+        if self._told_unsettled and self.job.is_over():
+            return True
         return self._posted and self._has_packed and not self.in_flight()
 
     @property

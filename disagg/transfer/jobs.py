@@ -65,7 +65,9 @@ class BoundTransfer(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """`bind` computes the copies and may raise. They are posted once `ready` has passed, unless `cancelled()`."""
+    """`bind` computes the copies and may raise. They are posted once `ready` has passed, unless `cancelled()`. `is_over()`:
+    nothing of it is under way, whatever the engine says.
+    """
 
     ticket: Hashable
     peer: RemotePeer
@@ -73,6 +75,7 @@ class Job(msgspec.Struct, frozen=True):
     cancelled: Callable[[], bool]
     ready: ReadyEvent | None = None
     loans: Loans | None = None
+    is_over: Callable[[], bool] = lambda: False
 
 
 class Unpack(msgspec.Struct, frozen=True):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
-from disagg.backends.base import StagingShape
+from disagg import new_request_id
+from disagg.backends.base import RemotePeer, StagingShape, TransferStatus
 from disagg.backends.nixl.backend import NixlBackend
+from disagg.backends.nixl.requests import NixlTransfer
+from disagg.core.copies import CopyBatch
 from disagg.protocol.types import PeerRank
 from disagg.runtime.connections import RENEW_AGAIN_S
 from disagg.runtime.peer_processes import PeerProcesses
-from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, introduce, start_side
+from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, introduce, receive, send, start_side
 
 pytest.importorskip("nixl._bindings")
 
@@ -67,6 +71,38 @@ def test_a_rank_whose_slots_are_lost_serves_the_next_peers(monkeypatch: pytest.M
             until(lambda: decode._runtime.connections._renew_again_s == RENEW_AGAIN_S)  # it has seen that this helped
         assert all(event.ok for event in instances.transfer(61))
         assert decode._runtime.sessions.lender.num_lost == 0
+
+
+class Silent(NixlBackend):
+    """Nothing that it writes ends before the engine does, once its peer is stopped."""
+
+    peer_is_stopped: ClassVar[bool] = False
+
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
+        transfer = super().submit(peer, copies)
+        if self.peer_is_stopped:
+            transfer.status = TransferStatus.PENDING
+        return transfer
+
+    def advance(self, transfer: NixlTransfer) -> None:
+        if not self.peer_is_stopped or transfer.peer.requests.are_closed:
+            super().advance(transfer)
+
+
+def test_rows_that_the_former_engine_read_are_free_though_the_peer_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(Side(), Side(page=8), settings={"backend": Silent, "pack_below": 0}) as instances:
+        (prefill,), (decode,) = instances.prefill, instances.decode
+        runtime, request = prefill.manager._runtime, new_request_id()
+        monkeypatch.setattr(Silent, "peer_is_stopped", True)
+        receive(decode, request, instances.pages(decode, 20), need=(0, 20))
+        sender = send(prefill, request, instances.pages(prefill, 20), 20)
+        until(lambda: runtime.worker.depth == 1)
+        runtime.command(lambda now: runtime.connections.renew(runtime.backend, now))
+        event = sender.wait(timeout_s=DEADLINE_S)
+        assert "started its engine again" in str(event.error)
+        until(lambda: event.lease.released)
+        until(lambda: runtime.worker.depth == 0)
+        monkeypatch.setattr(Silent, "peer_is_stopped", False)
 
 
 def test_a_peer_that_lives_connects_to_the_renewed_engine() -> None:

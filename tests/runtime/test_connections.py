@@ -285,6 +285,9 @@ class Renewed(Fences):
         del peer
         return bool(self.renewed)
 
+    def reads_no_more(self, peer: Any) -> bool:
+        return self.is_renewed(peer)
+
 
 def test_an_engine_that_is_due_is_started_again_between_requests(caplog: pytest.LogCaptureFixture) -> None:
     fences = Renewed()
@@ -317,6 +320,18 @@ def test_an_engine_that_serves_no_new_request_is_started_again_after_a_while(lac
     assert not fences.renewed
     fences.run(60.0)
     assert len(fences.renewed) == 1
+
+
+def test_rows_that_the_former_engine_read_are_given_back_with_its_connections() -> None:
+    fences, unread = Renewed(), list[PeerRank]()
+    fences.given.sends = SimpleNamespace(peer_quiet=lambda peer, **_: unread.append(peer))
+    fences.connections.lose(Lost(OTHER, 1, 0, "it is silent"), 1.0)
+    assert not unread, "the engine that reads them goes on"
+    fences.due = "2 of 3 slots are lost"
+    fences.run(5.0)
+    assert fences.renewed
+    fences.connections.lose(Lost(OTHER, 1, 0, "this rank has started its engine again"), 5.0)
+    assert unread == [OTHER]
 
 
 def test_pauses_between_renewals_that_do_not_help_double(caplog: pytest.LogCaptureFixture) -> None:

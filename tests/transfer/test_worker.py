@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from disagg.backends.local import LocalBackend
+from disagg.backends.base import TransferStatus
+from disagg.backends.local import LocalBackend, LocalTransfer
+from disagg.core.copies import CopyBatch
 from disagg.core.errors import LayoutError
-from disagg.transfer.jobs import Job, Settled
+from disagg.transfer.jobs import BoundTransfer, Job, Settled
 from disagg.transfer.worker import MAX_CALLER_JOBS, TransferWorker
 
 
 def bind() -> Any:
     raise LayoutError("bound")
+
+
+class Unsettled(LocalTransfer):
+    """A write of which the engine never learns more."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+        self.status = TransferStatus.UNSETTLED
+        self.error: str | None = "the engine was closed"
+
+    def poll(self) -> TransferStatus:
+        self.polls += 1
+        return self.status
+
+
+def test_an_unsettled_job_ends_once_another_proof_ends_it() -> None:
+    """It would be polled for as long as the process lives."""
+    copies, transfer, is_over = CopyBatch.one(0, 0, 1), Unsettled(), [False]
+    backend: Any = SimpleNamespace(submit=lambda *_: transfer)
+    worker = TransferWorker(
+        backend,
+        name="x",
+        slots=None,
+        caller_steps=True,
+        on_reports=lambda: None,
+        on_death=lambda error: pytest.fail(str(error)),
+    )
+    peer: Any = None
+    worker.submit(Job(1, peer, lambda: BoundTransfer(copies), lambda: False, is_over=lambda: is_over[0]))
+    (report,) = worker.take_reports()
+    assert cast("Settled", report).unsettled
+    assert (worker.take_reports(), worker.depth) == ([], 1)
+    is_over[0] = True
+    assert (worker.take_reports(), worker.depth) == ([], 0)
+    before = transfer.polls
+    worker.take_reports()
+    assert transfer.polls == before
 
 
 @pytest.mark.parametrize(

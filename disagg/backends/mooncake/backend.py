@@ -296,6 +296,10 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
     def is_renewed(self, peer: RemotePeer) -> bool:
         return isinstance(peer, MooncakePeer) and peer.engine() is not self._engine
 
+    def reads_no_more(self, peer: RemotePeer) -> bool:
+        """On a GPU copies may still run."""
+        return self.is_renewed(peer) and self._protocol != "nvlink_intra"
+
     def _running(self) -> Engine:
         if self._engine is None:
             raise LocalProtocolError("backend 'mooncake': the engine has been closed")

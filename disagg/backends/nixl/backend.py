@@ -381,6 +381,10 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
     def is_renewed(self, peer: RemotePeer) -> bool:
         return isinstance(peer, NixlPeer) and peer.requests is not self._requests
 
+    def reads_no_more(self, peer: RemotePeer) -> bool:
+        """On a GPU copies may still run."""
+        return self.is_renewed(peer) and not self._has_gpu
+
     @property
     def _by_sockets(self) -> bool:
         """No NIC, and no UCX setting of the user's: host memory moves by sockets and by copies between processes."""

@@ -105,10 +105,12 @@ class LifecycleContract(ContractBase):
         old, endpoint = backend.connect(target.endpoint, process=target.process, epoch=1), backend.endpoint()
         self.run(backend.submit(old, batch_of(local, target.arena, piece)))
         assert not backend.is_renewed(old)
+        assert not backend.reads_no_more(old)
         for _ in range(2):
             backend.renew()
             if backend.is_renewed(old):
                 assert backend.endpoint() != endpoint
+            assert backend.is_renewed(old) or not backend.reads_no_more(old)
             with suppress(PeerUnreachable):  # another engine of several may still reach it
                 self.run(backend.submit(old, batch_of(local, target.arena, piece)))
             self.round_trip(backend, local, target, epoch=2)
