@@ -303,6 +303,13 @@ class Client:
             self._known[url] = server_of(url, found)
         return self._known[url]
 
+    def once_more(self, path: str, body: Body) -> Body:
+        """A request that is tried again. SGLang ends an attempt that was cancelled some seconds later, by the client's id."""
+        if not any(server.is_sglang for server in self._known.values()):
+            return body
+        own = "request_id" if path == RESPONSES else "rid"
+        return {name: value for name, value in body.items() if name != own}
+
     def are_sglang(self, urls: Iterable[str]) -> bool:
         """Whether all are known to be SGLang servers."""
         return all(url in self._known and self._known[url].is_sglang for url in urls)
@@ -557,12 +564,6 @@ def read_body(data: bytes) -> Any:
 def of_client(body: Body) -> dict[str, Any]:
     """The fields that a client may choose."""
     return {name: value for name, value in body.items() if name not in FOR_SERVERS_ONLY}
-
-
-def once_more(path: str, body: Body) -> dict[str, Any]:
-    """A request that is tried again. SGLang ends an attempt that was cancelled some seconds later, by the client's id."""
-    own = "request_id" if path == RESPONSES else "rid"
-    return {name: value for name, value in body.items() if name != own}
 
 
 def cleaned(value: Any) -> Any:
@@ -890,7 +891,11 @@ async def read_events(answer: ClientResponse, fill: Fill | None) -> AsyncGenerat
             event = json.loads(line[6:])
             is_opening = event.get("type") in OPENING
             if not begun and is_server_error(event):
-                raise failure(answer.url, str(error_of(event)))
+                said = error_of(event)
+                error = failure(answer.url, str(said))
+                if isinstance(error, Failed) and isinstance(said, dict) and isinstance(code := said.get("code"), int):
+                    error.answer = Refused(code, json.dumps({"error": said}).encode(), {"Content-Type": "application/json"})
+                raise error
             if fills and fill is not None:
                 try:
                     fill = None if await fill.into(event) else fill
@@ -1462,7 +1467,7 @@ class Proxy:
                         raise answer from error
                 said = b"" if answer is None else answer.body
                 num_away = num_away + 1 if isinstance(error, UNREACHABLE) else self._num_decodes
-            body, kept = once_more(request.path, body), None
+            body, kept = self._client.once_more(request.path, body), None
             if num_away >= self._num_decodes:  # else the next server is asked at once
                 await asyncio.sleep(RETRY_AFTER_S)
 
@@ -1613,7 +1618,7 @@ class Proxy:
                 return await self._ask_both(request, attempt, given)
             except NotPrefilled as error:
                 logger.warning("prefill server %s: %s", url, error)
-                failure, body, kept = error.cause, once_more(request.path, body), None  # it may have used it up
+                failure, body, kept = error.cause, self._client.once_more(request.path, body), None  # it may have used it up
         if decode.is_sglang:
             raise Failed(str(failure)) if isinstance(failure, UNREACHABLE) else failure
         return await self._answer(request, decode, headers, HandOver({}, for_vllm(body, {}, own)), given)

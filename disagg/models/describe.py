@@ -44,6 +44,8 @@ def from_config(
     num_layers = fields.size("num_hidden_layers", default=None if listed is None else len(listed), most=MAX_LAYERS)
     if family.names.get("num_hidden_layers", "num_hidden_layers") in fields.values():  # the common name counts layers
         num_layers *= family.layers_per_block
+    if num_layers % family.layers_per_block:
+        raise fields.error("num_hidden_layers", f"a multiple of {family.layers_per_block}", num_layers)
     kinds = family.sharing(fields, _kinds(fields, family, listed, num_layers))
     dtypes = read_dtypes(fields, kv=kv_dtype, scale_block=kv_scale_block, ssm=ssm_dtype)
     own_sizes = family.own_sizes(fields, kinds)

@@ -252,8 +252,12 @@ class Lender:
         slots = self._slots
         assert slots is not None
         held, free = account.num_held, slots.num_free
-        # Each loan adds one to what it holds and takes one from `free`. Loans to earlier connections of the process count.
-        allowed = min(count, slots.window - held, (2 * free - held - len(self._earlier(account)) + 2) // 3)
+        # Each loan adds one to what it holds and takes one from `free`. Those to earlier connections of the process count as
+        # held if other addresses have replaced them; the rest is not free either.
+        kept = sum(lost.replaced for lost in self._earlier(account).values())
+        allowed = min(count, slots.window - held, (2 * free - held - kept + 2) // 3)
+        if not held and free:
+            allowed = max(allowed, min(count, 1))
         if held and allowed < min(count, slots.batch):
             return 0
         for _ in range(allowed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,6 +149,7 @@ class SendSession:
     released: bool = False
     lease: Lease = field(default_factory=Lease)
     wanted_at: float | None = None
+    given_up_at: float = -math.inf
     armed_at: float = NEVER
     names_attempt: bool = field(init=False)
 
@@ -212,7 +214,7 @@ class SendSession:
         ]
         if self.num_awaited > 0 or not needs:
             return None
-        some = [need for need in needs if need[0] < need[1]] or needs
+        some = [need for need in needs if need[0] < need[1]] or needs[:1]
         return min(start for start, _ in some), max(stop for _, stop in some)
 
     def complete(self, destination: Destination) -> Complete:

@@ -72,7 +72,7 @@ class SendTable:
         """Returns whether it was there."""
         if self.offers.pop(_offer_of(session), None) is not None:
             key = _any_attempt(session.key.request_id) if session.any_attempt else session.key
-            self.ended.put(session.peer, key, Tombstone(None, reason=reason))
+            self.ended.put(session.peer, key, Tombstone(None, reason=reason, at=session.given_up_at))
             return True
         if self.sessions.pop((session.peer, session.key), None) is None:
             return False
@@ -103,11 +103,10 @@ class SendTable:
         ended = self.ended.get(ANY, key)
         return ended.reason if ended is not None else ""
 
-    def given_up(self, peer: PeerRank, request_id: bytes) -> str:
-        """Why the last offer to send any attempt of a request has ended before a message about it came. Empty if none has."""
+    def given_up(self, peer: PeerRank, request_id: bytes) -> Tombstone | None:
+        """How the last offer to send any attempt of a request has ended before a message about it came, if one has."""
         key = _any_attempt(request_id)
-        ended = self.ended.get(peer.instance, key) or self.ended.get(ANY, key)
-        return ended.reason if ended is not None else ""
+        return self.ended.get(peer.instance, key) or self.ended.get(ANY, key)
 
     def _bind(self, session: SendSession, peer: str, key: RequestKey) -> list[tuple[PeerRank, Early]]:
         readers = self._readers_of(peer)

@@ -33,8 +33,10 @@ from disagg.protocol.types import (
     key_of,
 )
 
-REOFFER_S = 2.0
-"""How long a message waits for another offer if the last one, of any attempt, was given up: a client may ask once more."""
+REOFFER_S, REOFFER_LATE_S = 2.0, 0.2
+"""How long messages wait for another offer once one of any attempt was given up, since a client may ask once more: from then
+on, and at least.
+"""
 MAX_RESENT = 20
 """How often a drained message is resent: for a minute and a half by default."""
 
@@ -118,7 +120,7 @@ class Sends:
         """
         if session.reported:
             return
-        session.error = error
+        session.error, session.given_up_at = error, now
         self._report(session)
         for peer, destination in session.destinations.items():
             self._fail(session, peer, destination, brief(error), now)
@@ -172,7 +174,7 @@ class Sends:
         elif reason := self.table.refusal(peer, key):
             self._refuse(peer, message, reason)
         else:
-            answers = self.parked.answer(peer, message, now, for_s=self._parked_s(peer, key))
+            answers = self.parked.answer(peer, message, now, for_s=self._parked_s(peer, key, now))
             self._effects.extend(SendMessage(peer, answer) for answer in answers)
 
     def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
@@ -182,7 +184,8 @@ class Sends:
             return
         ended = self._claim(peer, key, now)
         session, _ = self._find(peer, key)
-        if ended is None and session is None and not self.parked.put(peer, key, message, now, for_s=self._parked_s(peer, key)):
+        for_s = self._parked_s(peer, key, now)
+        if ended is None and session is None and not self.parked.put(peer, key, message, now, for_s=for_s):
             return
         self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
         if ended is None and session is not None:
@@ -211,7 +214,7 @@ class Sends:
                     self._end_awaited(session, session.destinations[peer], now)
                 self._settle(session)
             elif self.table.ended.get(peer.instance, key) is None:
-                self.parked.put(peer, key, message, now, for_s=self._parked_s(peer, key))
+                self.parked.put(peer, key, message, now, for_s=self._parked_s(peer, key, now))
             return
         if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
@@ -292,7 +295,8 @@ class Sends:
         for peer, message in list(self.parked.expire(now)):
             if isinstance(message, Reserve):
                 late = f"nobody has sent the request within {self._limits.parked_reserve_s:g} s"
-                self._refuse(peer, message, self.table.given_up(peer, message.request_id) or late)
+                given_up = self.table.given_up(peer, message.request_id)
+                self._refuse(peer, message, late if given_up is None else given_up.reason)
                 self._return_loans(peer)
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -304,9 +308,10 @@ class Sends:
             self._take(self.table.claim(peer, key), now)
         return ended
 
-    def _parked_s(self, peer: PeerRank, key: RequestKey) -> float:
+    def _parked_s(self, peer: PeerRank, key: RequestKey, now: float) -> float:
         """How long a message may wait for its sender, if not for the usual time."""
-        return REOFFER_S if self.table.given_up(peer, key.request_id) else NEVER
+        given_up = self.table.given_up(peer, key.request_id)
+        return NEVER if given_up is None else max(REOFFER_LATE_S, given_up.at + REOFFER_S - now)
 
     def _find(self, peer: PeerRank, key: RequestKey) -> tuple[SendSession | None, Destination | None]:
         session = self.sessions.get((peer.instance, key))

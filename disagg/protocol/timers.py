@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Protocol
@@ -19,11 +20,12 @@ MIN_STALE = 64
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """What is kept of an ended attempt, to answer resent messages."""
+    """What is kept of an ended attempt, to answer resent messages. `at`: when a send was given up."""
 
     nonce: int | None
     outcome: Outcome | None = None
     reason: str = ""
+    at: float = -math.inf
 
 
 class Tombstones:

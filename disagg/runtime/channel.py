@@ -11,7 +11,6 @@ call on the socket may consume the signal, so a socket that was used is looked a
 from __future__ import annotations
 
 import ctypes
-import functools
 import secrets
 import select
 import time
@@ -288,7 +287,6 @@ MAX_FRAMES = 64
 """Messages that leave together."""
 
 
-@functools.cache
 def _draw_ids() -> None:
     """Draw the number from which ROUTERs count connections, which `rand` gives. Libzmq ends the process if a connection has
     chosen the id that the next one gets, so nobody may know it.

@@ -26,7 +26,7 @@ logger = ThreadLog(__name__)
 
 MAX_CONNECTING = 4
 """At once, of ranks that were not tried or could be connected last, and of those that could not."""
-MAX_ATTEMPTS = 2
+MAX_ATTEMPTS = 4
 """At once, of one rank: an engine may wait for long for an address that is gone."""
 PROCESS_CHECK_S = 0.5
 FENCE_S, MAX_FENCE_S = 0.025, 5.0

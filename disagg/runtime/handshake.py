@@ -67,12 +67,13 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 class Peer:
     """A rank of a known instance. Only the control thread changes it.
 
-    `told`: whether its last processes were told that they may write rows, by epoch. `tried` is the last attempt to connect
-    that was begun, `num_attempts` are under way, and `failed`: the engine could not connect last. `writing`: the engine by
-    which it writes here. `waiting`: transfers that wait for the engine.
+    `told`: whether its last processes were told that they may write rows, by epoch, and `watches` these processes. `tried`
+    is the last attempt to connect that was begun, `num_attempts` are under way, and `failed`: the engine could not connect
+    last. `writing`: the engine by which it writes here. `waiting`: transfers that wait for the engine.
     """
 
     told: dict[int, bool] = field(default_factory=dict)
+    watches: dict[int, ProcessWatch | None] = field(default_factory=dict)
     connecting: Ready | None = None
     tried: Ready | None = None
     num_attempts: int = 0
@@ -215,13 +216,14 @@ class Handshake:
         end is proved at once. Others write slots if they can, so that no row waits for a proof that cannot come.
         """
         peer = PeerRank(hello.instance, hello.rank)
-        told = self.peer(peer).told
+        found = self.peer(peer)
+        told = found.told
         if hello.epoch not in told:  # the first answer to a process stands
-            attested = self._attest(hello.instance, hello.rank, hello.epoch) is not None
+            process = self._attest(hello.instance, hello.rank, hello.epoch)
             must_pack = hello.packs and self._pack_below > 0 and not self._direct_between_hosts
-            told[hello.epoch] = attested or not must_pack
+            told[hello.epoch], found.watches[hello.epoch] = process is not None or not must_pack, process
             if len(told) > MAX_TOLD:
-                del told[next(iter(told))]
+                del found.watches[next(iter(told))], told[next(iter(told))]
         return self._lend(peer, hello.epoch, hello.generation), told[hello.epoch]
 
     def is_direct(self, peer: PeerRank, epoch: int) -> bool:
@@ -289,10 +291,12 @@ class Handshake:
         """A function that connects the engine and plans. It may block for as long as the engine waits for the peer, so
         another thread calls it.
         """
-        writing = self._writing.setdefault(peer, set())
-        return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome, writing)
+        writing, process = self._writing.setdefault(peer, set()), self.peer(peer).watches.get(welcome.epoch)
+        return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome, writing, process)
 
-    def _connect(self, agreement: Agreement, peer: PeerRank, welcome: Welcome, writing: set[int]) -> RemoteRank:
+    def _connect(
+        self, agreement: Agreement, peer: PeerRank, welcome: Welcome, writing: set[int], process: ProcessWatch | None
+    ) -> RemoteRank:
         if short := shortage():
             raise PeerUnreachable(f"{peer}: {short}")
         placements = decode_placements(welcome.placements)
@@ -306,7 +310,7 @@ class Handshake:
             raise PeerIncompatible(
                 f"{peer} lets only its own process write rows, and no slots can be filled here: pack_below is 0"
             )
-        process = self._attest(welcome.instance, welcome.rank, welcome.epoch)
+        process = process or self._attest(welcome.instance, welcome.rank, welcome.epoch)
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch, process=process)
         sums = functools.cache(lambda: agreement.checksum_plans(self._local, peer.rank, placements))
         try:

@@ -52,12 +52,11 @@ class PoolMemory:
         """
         if self.has_gpu and shape.pack_below:
             shape = GPU_STAGING if self.device is not None else StagingShape(pack_below=0)
-        shape = shape if nbytes is None else shape.within(nbytes)
-        if pack_below is None:
-            return shape
         if pack_below and self.has_gpu and self.device is None:
             raise ConfigError(f"pack_below: expected 0 for pools on several devices, found {pack_below}")
-        return dataclasses.replace(shape, pack_below=pack_below)
+        if pack_below is not None:
+            shape = dataclasses.replace(shape, pack_below=pack_below)
+        return shape.within(nbytes) if nbytes is not None and shape.pack_below else shape
 
     def allocate_on_device(self, nbytes: int) -> MemoryRegion | None:
         """Memory on the GPU of the pools, freed by `close`; `None` on the host. Raises `BackendUnavailable` if the GPU cannot

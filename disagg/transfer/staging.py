@@ -30,6 +30,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 HUGE_PAGE_NBYTES = 2 << 20
+MAX_SWEPT = 64
+"""Replaced slots whose pages are given back again whenever another one is replaced."""
 MAP_NORESERVE = 0x4000
 """Reserved addresses are not counted as memory. Python names it from 3.13 on."""
 
@@ -170,7 +172,7 @@ class LentSlots:
         base = self.memory.region.address
         self._free = [base + i * shape.slot_nbytes for i in reversed(range(shape.num_lent))]
         self._unused = deque(range(base + active, base + self.memory.region.nbytes, shape.slot_nbytes))
-        self._replaced = deque[int](maxlen=shape.num_lent)
+        self._replaced = deque[int](maxlen=min(shape.num_lent, MAX_SWEPT))
 
     @property
     def num_free(self) -> int:

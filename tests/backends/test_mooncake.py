@@ -429,7 +429,7 @@ def test_an_engine_whose_writes_are_not_acknowledged_is_unavailable(
 @pytest.mark.parametrize(("name", "value"), [("MC_TCP_PROTO", "1"), ("MC_TCP_ENABLE_CONNECTION_POOL", "False")])
 def test_settings_that_would_break_promises(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(BackendUnavailable, match=name):
         MooncakeBackend(BackendOptions())
 
 
@@ -439,7 +439,7 @@ def test_a_host_of_the_other_ip_version(host: str, switch: str | None, monkeypat
         monkeypatch.setenv("MC_USE_IPV6", switch)
     if host == "four.test":
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, None, 0, "", ("192.0.2.1", 0))])
-    with pytest.raises(ConfigError, match=f"host '{host}': the engine reaches addresses of one IP version only"):
+    with pytest.raises(BackendUnavailable, match=f"host '{host}': the engine reaches addresses of one IP version only"):
         MooncakeBackend(BackendOptions(host=host))
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from disagg import new_request_id
+from disagg.backends.abilities import Renewable
 from disagg.backends.base import RemotePeer, StagingShape, TransferStatus
 from disagg.backends.nixl.backend import NixlBackend
 from disagg.backends.nixl.requests import NixlTransfer
@@ -93,11 +94,13 @@ def test_rows_that_the_former_engine_read_are_free_though_the_peer_lives(monkeyp
     with cluster(Side(), Side(page=8), settings={"backend": Silent, "pack_below": 0}) as instances:
         (prefill,), (decode,) = instances.prefill, instances.decode
         runtime, request = prefill.manager._runtime, new_request_id()
+        engine = runtime.backend
+        assert isinstance(engine, Renewable)
         monkeypatch.setattr(Silent, "peer_is_stopped", True)
         receive(decode, request, instances.pages(decode, 20), need=(0, 20))
         sender = send(prefill, request, instances.pages(prefill, 20), 20)
         until(lambda: runtime.worker.depth == 1)
-        runtime.command(lambda now: runtime.connections.renew(runtime.backend, now))
+        runtime.command(lambda now: runtime.connections.renew(engine, now))
         event = sender.wait(timeout_s=DEADLINE_S)
         assert "started its engine again" in str(event.error)
         until(lambda: event.lease.released)

@@ -332,7 +332,7 @@ def test_a_removed_peer_is_refused_and_its_requests_fail() -> None:
         assert event.error.cause is Cause.PEER_LOST
         until(lambda: decode.peer("prefill-0").state == "unknown")
         until(lambda: decode._runtime.handshake.agreement("prefill-0") is None)
-        assert decode.peer("prefill-0").reason == "it is not configured; add_peer() it, or give its address"
+        until(lambda: decode.peer("prefill-0").reason == "it is not configured; add_peer() it, or give its address")
         with pytest.raises(PeerUnreachable, match="not configured"):
             decode.receiver(new_request_id(), peer="prefill-0", rows={})
         decode.remove_peer("prefill-0")

@@ -301,6 +301,8 @@ class TestWeights:
         with pytest.raises(ConfigError, match="a multiple of 2"):
             first_layers(model, 3)
         assert from_config({**LONGCAT, "num_hidden_layers": 6}, name="longcat").num_layers == model.num_layers == 6
+        with pytest.raises(ConfigError, match="num_hidden_layers: expected a multiple of 2, found 7"):
+            from_config({**LONGCAT, "num_hidden_layers": 7}, name="longcat")
 
     @pytest.mark.parametrize("name", ["model.layers.0.shared_transf.x", "model.layers.2.shared_transformer.x"])
     def test_every_stage_needs_weights_that_layers_share(self, name: str) -> None:

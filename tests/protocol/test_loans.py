@@ -359,7 +359,7 @@ def test_a_rank_that_connects_again_and_again_leaves_slots_for_others() -> None:
         lent.append(sum(number > first for number, _ in loans))
         assert len(loans) <= 4 + pool.total, "not all of the others at once"
         lender.open(PEER, 7, generation)
-    assert lent == [4, 4, 3, 2, 1, 1, 1, *[0] * 12], "those it has not given back count as held"
+    assert lent == [4, 4, 3, 2, *[1] * 15], "those it has not given back count as held"
     assert pool.spare == 100 - sum(lent)
     wants(lender, SIBLING, 4)
     assert len(listed(lender)[SIBLING]) == 4
@@ -368,6 +368,18 @@ def test_a_rank_that_connects_again_and_again_leaves_slots_for_others() -> None:
     lender.peer_lost(PEER, 7, generation)
     lender.peer_quiet(PEER, 7)
     assert (pool.spare, lender.num_lost) == (100, 0)
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_a_process_whose_earlier_writes_never_settle_still_gets_a_slot(spare: int) -> None:
+    """As after a cut link, over RDMA or on GPUs."""
+    pool = Pool(total=4, window=4, spare=spare)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 4)
+    assert len(lender._accounts[PEER].unfilled) == 3
+    lender.open(PEER, 7, 1)
+    wants(lender, PEER, 4)
+    assert len(lender._accounts[PEER].unfilled) >= 1
 
 
 def test_a_rank_says_that_peers_which_are_gone_may_write_to_most_of_its_slots() -> None:

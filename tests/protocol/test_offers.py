@@ -11,7 +11,7 @@ from disagg.core.leases import Lease
 from disagg.core.rows import Pages
 from disagg.protocol.messages import Abort, Decline, Drained, Outcome, Reserve, Wanted, pack_rows
 from disagg.protocol.send_session import SendSession
-from disagg.protocol.sending import REOFFER_S
+from disagg.protocol.sending import REOFFER_LATE_S, REOFFER_S
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey, SendMessage, StartTransfer
 from tests.protocol.send_side import take_effects, take_kinds
@@ -160,15 +160,18 @@ def test_a_reserve_of_an_attempt_that_was_offered_to_its_instance_and_has_ended_
         offer(sessions, peer="D", attempt=3)
 
 
-def test_a_reserve_of_an_offer_that_was_given_up_is_refused_soon() -> None:
-    """The receiver would hold its rows until its deadline. At first another offer may come."""
+@pytest.mark.parametrize(
+    ("at", "expiry"), [(0.5, REOFFER_S), (REOFFER_S, REOFFER_S + REOFFER_LATE_S), (100.0, 100.0 + REOFFER_LATE_S)]
+)
+def test_a_reserve_of_an_offer_that_was_given_up_is_refused_soon(at: float, expiry: float) -> None:
+    """The receiver would hold its rows until its deadline. At first another offer may come, and later one at the same time."""
     sessions = sessions_of()
     sessions.sends.abort(offer(sessions), RequestAborted("the prompt is too long"), 0.0)
     take_effects(sessions)
-    sessions.on_message(D0, reserve(3), 100.0)
-    sessions.on_message(D0, msgspec.structs.replace(reserve(), request_id=b"another-request-"), 100.0)
-    assert sessions.sends.parked.next_expiry == 100.0 + REOFFER_S
-    sessions.tick(100.0 + REOFFER_S)
+    sessions.on_message(D0, reserve(3), at)
+    sessions.on_message(D0, msgspec.structs.replace(reserve(), request_id=b"another-request-"), at)
+    assert sessions.sends.parked.next_expiry == expiry
+    sessions.tick(expiry)
     refused, drained, *_ = take_effects(sessions)
     assert "the prompt is too long" in str(refused)
     assert "the prompt is too long" in str(drained)

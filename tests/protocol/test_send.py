@@ -89,7 +89,7 @@ def test_the_need_is_known_when_all_destinations_have_reserved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "expected"), [(((0, 0), (16, 20)), (16, 20)), (((8, 8), (8, 8)), (8, 8)), (((0, 4), (16, 20)), (0, 20))]
+    ("needs", "expected"), [(((0, 0), (16, 20)), (16, 20)), (((8, 8), (16, 16)), (8, 8)), (((0, 4), (16, 20)), (0, 20))]
 )
 def test_ranks_that_need_nothing_do_not_widen_the_need(needs: tuple[TokenRange, TokenRange], expected: TokenRange) -> None:
     sessions = Sessions()

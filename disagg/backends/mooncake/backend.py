@@ -161,14 +161,14 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return self.endpoint_with(self._descriptor)
 
     def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> MooncakePeer:
-        """Waits for the peer's answer, for about a minute at most: as long as the engine does."""
+        """Waits up to 10 s for the peer's answer, twice."""
         self.check_open()
         descriptor, regions = self.decode(endpoint)
         if not descriptor.host or not 0 < descriptor.port < 2**16:
             raise RemoteProtocolError(f"endpoint of backend 'mooncake': no address: {descriptor.session!r}")
         if descriptor.protocol != self._protocol:
             raise PeerUnreachable(f"peer {descriptor.session} uses {descriptor.protocol!r}, this engine {self._protocol!r}")
-        if (status := self._running().send_probe(descriptor.session)) != 0:
+        if (status := self._probe(descriptor.session)) != 0:
             found = ip_refusal(descriptor.host) or f"backend 'mooncake': no engine answers at {descriptor.session}"
             raise PeerUnreachable(f"{found} (status {status})")
         self._connections.add(descriptor.ports)
@@ -220,6 +220,15 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
                 raise PeerUnreachable(f"peer {descriptor.session}: {MAX_ENGINES} other engines have been at this address")
             known.append(descriptor.ports)
         return f"{bracketed(descriptor.host)}:{'0' * known.index(descriptor.ports)}{descriptor.port}"
+
+    def _probe(self, session: str) -> int | None:
+        """The engine's status; `None` without an answer, for which the engine itself waits for a minute."""
+        found: list[int] = []
+        engine = self._running()
+        thread = threading.Thread(target=lambda: found.append(engine.send_probe(session)), daemon=True, name="disagg-probe")
+        thread.start()
+        thread.join(_WARM_S)
+        return found[0] if found else None
 
     def _warm(self, peer: MooncakePeer, descriptor: MooncakeDescriptor) -> None:
         """Read a byte, so that the engine connects; raises `PeerUnreachable`."""

@@ -117,9 +117,11 @@ def ip_refusal(host: str) -> str | None:
 
 
 def check_environment(options: BackendOptions, protocol: str) -> None:
-    """Raises `ConfigError` for settings under which statuses prove nothing, anyone may write, or the host is unreachable."""
+    """Raises `ConfigError` if anyone could write, `BackendUnavailable` for an environment under which statuses prove nothing,
+    or the host is unreachable.
+    """
     if refusal := ip_refusal(options.host):
-        raise ConfigError(refusal)
+        raise BackendUnavailable(refusal)
     if protocol != "tcp":
         return
     if not is_loopback(options.host) and not options.trusted_network:
@@ -128,9 +130,9 @@ def check_environment(options: BackendOptions, protocol: str) -> None:
             "write the registered memory; expected a loopback host, or trusted_network=True, or transport 'rdma'"
         )
     if os.environ.get("MC_TCP_PROTO") == "1":
-        raise ConfigError("MC_TCP_PROTO=1: completions without acknowledgement prove nothing; expected it unset")
+        raise BackendUnavailable("MC_TCP_PROTO=1: completions without acknowledgement prove nothing; expected it unset")
     if os.environ.get("MC_TCP_ENABLE_CONNECTION_POOL", "1").lower() in ("0", "false", "no"):
-        raise ConfigError("MC_TCP_ENABLE_CONNECTION_POOL: expected it on; without it posting blocks, and in no order")
+        raise BackendUnavailable("MC_TCP_ENABLE_CONNECTION_POOL: expected it on; without it posting blocks, and in no order")
 
 
 def start_engine(module: Any, options: BackendOptions, protocol: str) -> Engine:

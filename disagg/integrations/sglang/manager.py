@@ -318,7 +318,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     def decline(self, receiver: Any) -> None:
         """Tell prefill, if it is known and was not replaced, that a request without a reservation is not wanted."""
-        to = receiver.prefill or named(receiver.bootstrap_addr)
+        to = receiver.prefill or self._only_prefill(receiver.bootstrap_addr)
         if to is None:
             return
         served = self._served.get(receiver.bootstrap_addr)
@@ -331,6 +331,12 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     def _decline(self, room: int, to: Prefill, attempt: int) -> None:
         self.transfers.decline(request_id(room), peer=to.name, address=to.address, group=to.group, attempt=attempt)
+
+    def _only_prefill(self, server: str) -> Prefill | None:
+        """The prefill instance behind a bootstrap server, if there is one only, as far as is known."""
+        served = self._served.get(server)
+        known = (named(server),) if served is None else tuple(served.prefills.values())
+        return known[0] if len(known) == 1 else None
 
     def refused(self, request: Any) -> None:
         """Tell the other side of a request that ends before it has a sender or a receiver. Decode only knows whom to tell if
@@ -346,11 +352,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 sender.abort(reason)
                 return
             attempt = self.rooms.next_attempt(room)
-            server = name_of(control_address(request.bootstrap_host, request.bootstrap_port))
-            served = self._served.get(server)
-            known = (named(server),) if served is None else tuple(served.prefills.values())
-            if len(known) == 1 and known[0] is not None:
-                self._decline(room, known[0], attempt)
+            to = self._only_prefill(name_of(control_address(request.bootstrap_host, request.bootstrap_port)))
+            if to is not None:
+                self._decline(room, to, attempt)
         except DisaggError as error:
             logger.debug("room %r is refused, and nobody told: %s", room, error)
 

@@ -185,7 +185,7 @@ def _check_fields(original: Callable[..., None], tokenizer: Any, request: Any, *
             raise ConfigError("session_params: expected none: prefill's session does not have the answers")
         for name in ("top_logprobs_num", "logprob_start_len"):
             found = getattr(request, name, 0)
-            if not isinstance(found, int) or found < -1:
+            if not isinstance(found, int) or (found < -1 and getattr(request, "return_logprob", False)):
                 raise ConfigError(f"{name}: expected a number of at least -1 for one prompt, found {found!r:.80}")
     original(tokenizer, request, *given, **named)
 

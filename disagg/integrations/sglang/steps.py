@@ -68,8 +68,9 @@ def _count_again(batch: Any) -> None:
     parts = [_Requests([request], batch.device) for request in batch.reqs]
     counts = [type(penalties)(penalties.vocab_size, part, tuple(penalties.penalizers)) for part in parts]
     for request, count in zip(batch.reqs, counts, strict=True):
-        for token in _counted(batch, request):
-            count.cumulate_output_tokens(torch.tensor([token], device=batch.device))
+        tokens = _counted(batch, request) if count.is_required else []
+        for token in torch.tensor(tokens, dtype=torch.int64, device=batch.device).split(1) if tokens else ():
+            count.cumulate_output_tokens(token)
     found = counts[0]
     for request, count in zip(batch.reqs[1:], counts[1:], strict=True):
         found.merge(count)  # reads the requests that it has so far
