@@ -334,8 +334,8 @@ class Sender(RequestHandle):
         self._command(send)
 
     def finish(self, rows: GivenRows | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
-        """Send the last rows, if any, and give every receiver `payload` with its success. This yields the GIL for up to 1
-        ms, so that copies start now and not once the server waits.
+        """Send the last rows, if any, and give every receiver `payload` with its success, except those on ranks without layers,
+        which succeed at once. This yields the GIL for up to 1 ms, so that copies start now and not once the server waits.
 
         Raises as `send` does, and `LocalProtocolError` the second time, or for a payload of more than 65,536 bytes.
         """
