@@ -147,8 +147,14 @@ class Connections:
         for peer, found in self._handshake.peers():
             if found.remote is None or backend.is_renewed(found.remote.engine):
                 self._peers.start_anew(peer, "this rank has started its engine again", now)
-        for fencing in self._fencing.values():
+        for (peer, epoch), fencing in self._fencing.items():
             fencing.next_at = self._fence_at = now
+            self._end_reads(peer, epoch, fencing.engine)
+
+    def _end_reads(self, peer: PeerRank, epoch: int, engine: RemotePeer) -> None:
+        """Give back what a former engine read to write it to a lost rank."""
+        if isinstance(self._backend, Renewable) and self._backend.reads_no_more(engine):
+            self._sessions.sends.peer_quiet(peer, epoch=epoch)
 
     def _check_process(self, peer: PeerRank, rank: RemoteRank | None, now: float) -> None:
         if rank is not None and rank.process is not None and rank.process.has_ended():
@@ -238,8 +244,7 @@ class Connections:
                 del self._fencing[next(iter(self._fencing))]
             self._fencing[lost.peer, lost.epoch] = _Fencing(rank.engine, rank.process, now)
             self._fence(now)
-            if isinstance(self._backend, Renewable) and self._backend.reads_no_more(rank.engine):
-                self._sessions.sends.peer_quiet(lost.peer, epoch=lost.epoch)
+            self._end_reads(lost.peer, lost.epoch, rank.engine)
 
     def forget(self, instance: str) -> None:
         self.num_losses.pop(instance, None)

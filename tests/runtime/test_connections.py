@@ -266,6 +266,7 @@ class Renewed(Fences):
         self.given = given
         self.given.peers = lambda: list(self.ranks.items())
         self.given.are_idle = True
+        self.given.sends = SimpleNamespace(peer_quiet=lambda *_, **__: None)
         self.given.renewed = lambda: None
         self.given.peer_closed = lambda peer, **_: self.closed.append(peer)
         self.given.start_anew = lambda peer, *_: self.unreachable.append(peer)
@@ -330,8 +331,9 @@ def test_rows_that_the_former_engine_read_are_given_back_with_its_connections() 
     fences.due = "2 of 3 slots are lost"
     fences.run(5.0)
     assert fences.renewed
+    assert unread == [PEER, OTHER], "lost before"
     fences.connections.lose(Lost(OTHER, 1, 0, "this rank has started its engine again"), 5.0)
-    assert unread == [OTHER]
+    assert unread == [PEER, OTHER, OTHER]
 
 
 def test_pauses_between_renewals_that_do_not_help_double(caplog: pytest.LogCaptureFixture) -> None:
