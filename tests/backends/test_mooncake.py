@@ -296,6 +296,24 @@ class TestMooncakeContract(BackendContract):
         with pytest.raises(PeerUnreachable, match="rdma"):
             backend.connect(encode_endpoint("mooncake", other, []), epoch=1)
 
+    def test_a_peer_that_accepts_and_never_answers_is_given_up(
+        self, backend: Backend, target: Target, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The engine itself waits for a minute, and goes on until then: closing it proves nothing yet."""
+        monkeypatch.setattr("disagg.backends.mooncake.backend._WARM_S", 0.5)
+        assert isinstance(backend, MooncakeBackend)
+        assert backend.is_quiet_when_closed()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            descriptor, _ = decode_endpoint("mooncake", target.endpoint)
+            port = silent.getsockname()[1]
+            other = msgspec.msgpack.encode({**msgspec.msgpack.decode(descriptor), "port": port})
+            with pytest.raises(PeerUnreachable, match="no engine answers"):
+                backend.connect(encode_endpoint("mooncake", other, []), epoch=1)
+            backend.close()
+            assert not backend.is_quiet_when_closed()
+        while not backend.is_quiet_when_closed():
+            time.sleep(0.01)
+
     def test_a_peer_of_the_other_ip_version(self, backend: Backend, target: Target) -> None:
         descriptor, _ = decode_endpoint("mooncake", target.endpoint)
         other = msgspec.msgpack.encode({**msgspec.msgpack.decode(descriptor), "host": "::1"})

@@ -112,6 +112,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         with new_listeners() as listening:
             engine = start_engine(module, options, self._protocol)
         self._engine: Engine | None = engine
+        self._closed: weakref.ref[Engine] | None = None
         self._descriptor = MooncakeDescriptor(options.host, engine.get_rpc_port(), self._protocol, ports_of(listening))
         self._limit = outstanding_limit()
         self._split = NVLINK_SPLIT_NBYTES if self._protocol == "nvlink_intra" else SPLIT_NBYTES
@@ -266,8 +267,8 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         return self._protocol == "tcp" and process.is_quiet(EngineSockets(opened=()))
 
     def is_quiet_when_closed(self) -> bool:
-        """Over TCP, closing joins the threads that write to memory."""
-        return self._protocol == "tcp"
+        """Over TCP, the engine's end joins the threads that write to memory. A probe under way puts that off."""
+        return self._protocol == "tcp" and (self._closed is None or self._closed() is None)
 
     def disconnect(self, peer: RemotePeer) -> None:
         with self._lock:
@@ -283,6 +284,8 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         with self._lock:
             queues, self._queues = self._queues, []
             engine, self._engine = self._engine, None
+            if engine is not None:
+                self._closed = weakref.ref(engine)
             gpu, self._gpu = self._gpu, None
             self.is_open = False
         for queue in queues:
@@ -307,7 +310,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
 
     def reads_no_more(self, peer: RemotePeer) -> bool:
         """On a GPU copies may still run."""
-        return self.is_renewed(peer) and self._protocol != "nvlink_intra"
+        return isinstance(peer, MooncakePeer) and peer.engine() is None and self._protocol != "nvlink_intra"
 
     def _running(self) -> Engine:
         if self._engine is None:
