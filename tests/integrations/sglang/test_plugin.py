@@ -99,9 +99,10 @@ def test_a_request_without_a_room_goes_to_a_scheduler_that_refuses_it(
         (
             "top_logprobs_num",
             [5],
-            "a number for one prompt, found",
+            "a number of at least -1 for one prompt, found",
         ),  # its scheduler and its HTTP server compare it with a number
-        ("logprob_start_len", [5], "a number for one prompt, found"),
+        ("logprob_start_len", [5], "a number of at least -1 for one prompt, found"),
+        ("logprob_start_len", -5, "a number of at least -1 for one prompt, found -5"),
         ("session_params", {"id": "a"}, "none: prefill's session does not have the answers"),
     ],
 )
@@ -110,7 +111,7 @@ def test_what_sglang_does_not_check_does_not_reach_the_scheduler(field: str, giv
     HookRegistry.apply_hooks()
     options = SimpleNamespace(disaggregation_mode="prefill", disaggregation_transfer_backend="disagg")
     tokenizer = SimpleNamespace(server_args=options)
-    request = io_struct.GenerateReqInput(text="x", **{field: given})
+    request = io_struct.GenerateReqInput(text="x", return_logprob=True, **{field: given})
     request.normalize_batch_and_arguments()
     with pytest.raises(ConfigError, match=f"{field}: expected {expected}"):
         TokenizerManager._validate_one_request(tokenizer, request, [1])
@@ -148,7 +149,7 @@ class Stage:
     def __init__(self, *, is_first: bool, **polls: KVPoll) -> None:
         self.reasons: dict[str, str] = {}
         self.manager: Any = object.__new__(DisaggKVManager)
-        self.manager.pp_size, self.manager.held = 2, {}
+        self.manager.pp_size, self.manager.held, self.manager._served = 2, {}, {}
         transfers = self.disagg_decode_transfer_queue = Transfers()
         transfers.pop_transferred = self.pop_transferred
         transfers.queue = [

@@ -101,13 +101,20 @@ def test_a_retracted_request_is_computed_again_with_its_output() -> None:
     assert prompt_of(request, Adapters(), {}).digest(40) == prompt().digest(40)
 
 
-@pytest.mark.parametrize(("ids", "is_refused"), [([0, 9], False), ([10], True), ([-1], True), ([], False)])
+@pytest.mark.parametrize(("ids", "is_refused"), [([0, 9], False), ([10], True), ([-1], True)])
 def test_token_ids_that_the_model_does_not_have(ids: list[int], is_refused: bool) -> None:
     """The scheduler would end over them. Ids that SGLang makes for images are larger than its vocabulary."""
     request = SimpleNamespace(origin_input_ids=array("q", ids), multimodal_inputs=None, input_embeds=None)
     with pytest.raises(LocalProtocolError, match="input_ids: expected 0 to 9, found") if is_refused else nullcontext():
         check_tokens(request, 10)
     check_tokens(SimpleNamespace(**{**vars(request), "multimodal_inputs": object()}), 10)
+
+
+def test_a_prompt_without_tokens() -> None:
+    """Both schedulers would end over it."""
+    request = SimpleNamespace(origin_input_ids=array("q"), multimodal_inputs=None, input_embeds=None)
+    with pytest.raises(LocalProtocolError, match="prompt: expected at least one token, found none"):
+        check_tokens(request, 10)
 
 
 @pytest.mark.parametrize(
