@@ -1408,6 +1408,25 @@ def test_an_error_that_is_the_requests_own_reaches_the_client(
     run(scenario, StandIn(fails), StandIn(fails), retry_s=60.0)
 
 
+def test_an_error_in_a_stream_that_is_the_requests_own_reaches_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the server has begun a stream, whose first event is the error."""
+    monkeypatch.setattr("examples.pd_proxy.RETRY_AFTER_S", 0.001)
+    monkeypatch.setattr("examples.pd_proxy.MAX_SAID", 3)
+    said = {"error": {"message": "Internal server error", "code": 500}}
+
+    async def fails(request: web.Request, _: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps(said).encode())
+        return response
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({**COMPLETION, "stream": True})
+        assert (status, json.loads(text)) == (500, said)
+
+    run(scenario, StandIn(prefills), StandIn(fails), retry_s=60.0)
+
+
 @pytest.mark.parametrize(
     ("num_failed", "status", "error"),
     [
@@ -2062,6 +2081,17 @@ def test_a_request_that_is_tried_again_has_an_id_of_its_own(stream: bool) -> Non
             assert [body.get("rid") for body in server.bodies("/generate")] == ["mine", None]
 
     run(scenario, sglang(fails_once), sglang(waits_once()), retry_s=30.0)
+
+
+def test_vllm_gets_the_clients_id_again() -> None:
+    """By which the client fetches the answer. Prefill has none of the responses that decode has stored."""
+
+    async def scenario(pair: Pair) -> None:
+        asked = {"input": "a", "previous_response_id": "resp_1", "store": True, "request_id": "mine"}
+        assert (await pair.post(asked, path="/v1/responses"))[0] == 200
+        assert [body.get("request_id") for body in pair.decode.bodies("/v1/responses")][-1] == "mine"
+
+    run(scenario, StandIn(says(404, {"error": {"message": "no such response"}})), StandIn(says(200, {"output": []})))
 
 
 def waits_once() -> Respond:
