@@ -165,6 +165,18 @@ def test_prefill_hears_that_its_cache_has_another_dtype(prefill: Side, decode: S
         time.sleep(0.01)
 
 
+def test_prefill_hears_of_a_data_parallel_rank_that_it_lacks(prefill: Side, decode: Side) -> None:
+    """There is one instance only that it can be."""
+    place = Prefill("prefill", prefill.transfers.address, 0)
+    decode.manager._served[SERVER] = Served(SimpleNamespace(kv_cache_dtype=None), {0: place})
+    sender = prefill.transfers.sender(request_id(7), peer=None, attempt=None, deadline_s=None)
+    decode.manager.decline(SimpleNamespace(prefill=None, bootstrap_addr=SERVER, bootstrap_room=7, attempt=0))
+    begun = time.monotonic()
+    while not sender.is_declined:
+        assert time.monotonic() < begun + PATIENCE_S
+        time.sleep(0.01)
+
+
 def test_a_replaced_prefill_is_told_nothing(decode: Side) -> None:
     """It would be dialled again for that."""
     gone, new = (Prefill(name, f"tcp://127.0.0.1:{port}", 0) for name, port in (("gone", 1), ("new", 2)))
