@@ -60,7 +60,7 @@ class Rank:
 def serve(pipe: Connection, peer: int, engine: str, tokens: int, staging_mib: int) -> None:
     """A prefill rank. Sends the requests it is told, one after the other, and answers with the time of each `finish`."""
     rank = Rank(f"p{peer}", engine, content(peer, tokens, "cuda:1"), axes=NHD, staging_mib=staging_mib)
-    pipe.send((rank.manager.address, rank.manager.backend.transport))
+    pipe.send(rank.manager.address)
     rows = {"kv": Pages(np.arange(tokens // PAGE, dtype=np.int32))}
     while (requests := pipe.recv()) is not None:
         finished = []
@@ -86,11 +86,8 @@ class Hub:
         shape = (LAYERS, 2, self.pages * len(pipes), HEADS, PAGE, DIM)
         pools = torch.zeros(shape, dtype=torch.int16, device="cuda:0")
         self.rank = Rank("hub", engine, pools, axes=HND, staging_mib=staging_mib)
-        self.transports = set()
         for peer, pipe in enumerate(pipes):
-            address, transport = receive(pipe)
-            self.transports.add(transport)
-            self.rank.manager.add_peer(f"p{peer}", address=address)
+            self.rank.manager.add_peer(f"p{peer}", address=receive(pipe))
         for peer in range(len(pipes)):
             self.rank.manager.wait_ready(f"p{peer}", timeout_s=PATIENCE_S)
 
@@ -124,10 +121,9 @@ class Hub:
                 assert (ended := receiver.wait(timeout_s=PATIENCE_S)).ok, ended.error
                 stopped = time.monotonic()
                 self.rank.manager.events()
+                (finished,) = receive(pipe)
                 if number > 0:
-                    took[peer].append((stopped - receive(pipe)[0]) * 1e3)
-                else:
-                    receive(pipe)
+                    took[peer].append((stopped - finished) * 1e3)
         return [round(statistics.median(each), 3) for each in took]
 
     def at_once(self) -> list[float]:
@@ -168,7 +164,7 @@ def measure(engine: str, num_peers: int, tokens: int, staging_mib: int) -> dict[
             "in_turn_ms": {"fastest": min(turns), "median": statistics.median(turns), "slowest": max(turns)},
             "slowest_to_fastest": round(max(turns) / min(turns), 2),
             "at_once_gbps": {"all": round(min(rates) * num_peers, 2), "least": min(rates), "most": max(rates)},
-            "transport": sorted(hub.transports),
+            "transport": hub.rank.manager.backend.transport,
             "verified": correct,
         }
 

@@ -20,7 +20,9 @@ MIN_STALE = 64
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """What is kept of an ended attempt, to answer resent messages. `at`: when a send was given up."""
+    """What is remembered of an attempt that has ended, to answer messages that are sent again. `at` is the time at which a
+    send was given up.
+    """
 
     nonce: int | None
     outcome: Outcome | None = None

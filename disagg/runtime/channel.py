@@ -317,7 +317,7 @@ def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
             frame = socket.recv(zmq.DONTWAIT, copy=False)
             if len(frames) < MAX_FRAMES + 2:  # one is the ROUTER's, and one more shows that there are too many
                 frames.append(frame)
-        left -= sum(len(frame.buffer) for frame in frames)
+        left -= sum(map(len, frames))
         yield frames
 
 

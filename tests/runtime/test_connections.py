@@ -162,93 +162,80 @@ def test_a_fence_without_a_descriptor_proves_nothing_and_ends_nothing_else(caplo
     assert fences.connections.num_fencing == 0
 
 
-def test_ranks_that_could_not_be_connected_hold_up_no_others() -> None:
-    """Such as those whose engine a firewall cuts off: each takes as long as the engine waits for a first byte."""
-    go_on, connected, commands = threading.Event(), threading.Event(), list[Callable[[float], None]]()
-    peers = {PeerRank("bad", number): Peer() for number in range(2 * MAX_CONNECTING)} | {OTHER: Peer()}
+class Attempts:
+    """Connections to ranks of an instance `bad`, which do not answer before `go_on`, and to `OTHER`, which sets `connected`."""
 
-    def attempt(rank: PeerRank) -> Callable[[], None]:
+    def __init__(self, num_bad: int) -> None:
+        self.go_on, self.connected = threading.Event(), threading.Event()
+        self.commands: list[Callable[[float], None]] = []
+        self.tried: list[object] = []
+        self.bad = [PeerRank("bad", number) for number in range(num_bad)]
+        self.peers = {rank: Peer() for rank in (*self.bad, OTHER)}
+        given: Any = SimpleNamespace(
+            me="decode/0", peer=self.peers.__getitem__, connecting=self._attempt, refuse=lambda *_, **__: None
+        )
+        self.connections = Connections(
+            backend=given,
+            handshake=given,
+            peers=given,
+            sessions=given,
+            processes=given,
+            command=self.commands.append,
+            on_connected=lambda _: None,
+            renewal_due=lambda: "",
+        )
+
+    def _attempt(self, rank: PeerRank, welcome: object) -> Callable[[], None]:
         def run() -> None:
+            self.tried.append(welcome)
             if rank.instance == "bad":
-                go_on.wait(60)
+                self.go_on.wait(60)
                 raise DisaggError("no byte from the peer")
-            connected.set()
+            self.connected.set()
 
         return run
 
-    handshake: Any = SimpleNamespace(me="decode/0", peer=peers.__getitem__, connecting=lambda rank, _: attempt(rank))
-    given: Any = SimpleNamespace(refuse=lambda *_, **__: None)
-    connections = Connections(
-        backend=given,
-        handshake=handshake,
-        peers=given,
-        sessions=given,
-        processes=given,
-        command=commands.append,
-        on_connected=lambda _: None,
-        renewal_due=lambda: "",
-    )
-
-    def connect(*ranks: PeerRank) -> None:
+    def connect(self, *ranks: PeerRank, welcome: object = None) -> None:
         for rank in ranks:
-            connections.connect(Ready(rank, 1, None))  # type: ignore[arg-type]
+            self.connections.connect(Ready(rank, 1, welcome))  # type: ignore[arg-type]
 
-    bad = [rank for rank in peers if rank.instance == "bad"]
-    go_on.set()
-    connect(*bad)
-    connections.join(60)
-    for command in commands:
-        command(0.0)
-    go_on.clear()
-    connect(*bad, OTHER)
-    assert connected.wait(60)
-    go_on.set()
-    connections.join(60)
+    def finish(self) -> None:
+        """Wait for the attempts, and carry out what they hand over."""
+        self.connections.join(60)
+        while self.commands:
+            self.commands.pop(0)(0.0)
+
+
+def test_ranks_that_could_not_be_connected_hold_up_no_others() -> None:
+    """Such as those whose engine a firewall cuts off: each takes as long as the engine waits for a first byte."""
+    attempts = Attempts(2 * MAX_CONNECTING)
+    attempts.go_on.set()
+    attempts.connect(*attempts.bad)
+    attempts.finish()
+    attempts.go_on.clear()
+    attempts.connect(*attempts.bad, OTHER)
+    assert attempts.connected.wait(60)
+    attempts.go_on.set()
+    attempts.connections.join(60)
 
 
 def test_a_rank_that_connects_again_and_again_has_few_attempts_and_holds_up_no_others() -> None:
     """Each would otherwise wait in a thread of its own, and all of them before a rank that was never tried."""
-    go_on, connected, commands = threading.Event(), threading.Event(), list[Callable[[float], None]]()
-    bad = [PeerRank("bad", number) for number in range(MAX_CONNECTING // 2)]
-    peers, tried = {rank: Peer() for rank in (*bad, OTHER)}, list[object]()
-
-    def attempt(rank: PeerRank, welcome: object) -> Callable[[], None]:
-        def run() -> None:
-            tried.append(welcome)
-            if rank.instance == "bad":
-                go_on.wait(60)
-                raise DisaggError("no byte from the peer")
-            connected.set()
-
-        return run
-
-    given: Any = SimpleNamespace(me="decode/0", peer=peers.__getitem__, connecting=attempt, refuse=lambda *_, **__: None)
-    connections = Connections(
-        backend=given,
-        handshake=given,
-        peers=given,
-        sessions=given,
-        processes=given,
-        command=commands.append,
-        on_connected=lambda _: None,
-        renewal_due=lambda: "",
-    )
+    attempts = Attempts(MAX_CONNECTING // 2)
     before = threading.active_count()
     for number in range(9):
-        for rank in bad:
-            peers[rank].connecting = None  # lost
-            connections.connect(Ready(rank, 1, number))  # type: ignore[arg-type]
-    assert threading.active_count() - before == MAX_ATTEMPTS * len(bad)
-    connections.connect(Ready(OTHER, 1, "other"))  # type: ignore[arg-type]
-    assert connected.wait(60)
-    go_on.set()
-    while any(peers[rank].num_attempts for rank in bad):
-        connections.join(60)
-        while commands:
-            commands.pop(0)(0.0)
-    newest = [welcome for welcome in tried if welcome == 8]
-    assert len(newest) == len(bad), "the newest is tried once"
-    assert len(tried) <= 1 + (MAX_ATTEMPTS + 1) * len(bad)
+        for rank in attempts.bad:
+            attempts.peers[rank].connecting = None  # lost
+            attempts.connect(rank, welcome=number)
+    assert threading.active_count() - before == MAX_ATTEMPTS * len(attempts.bad)
+    attempts.connect(OTHER, welcome="other")
+    assert attempts.connected.wait(60)
+    attempts.go_on.set()
+    while any(attempts.peers[rank].num_attempts for rank in attempts.bad):
+        attempts.finish()
+    newest = [welcome for welcome in attempts.tried if welcome == 8]
+    assert len(newest) == len(attempts.bad), "the newest is tried once"
+    assert len(attempts.tried) <= 1 + (MAX_ATTEMPTS + 1) * len(attempts.bad)
 
 
 class Renewed(Fences):
