@@ -12,10 +12,10 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
-from disagg.integrations.handoff import MAX_BEGINNINGS, Payload
+from disagg.integrations.handoff import MAX_BEGINNINGS, HandOff, Payload, Place, problem_of_id
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import Group, Kind, kind_of
-from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, HandOff, Opening, Place, StepMetadata
+from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, Opening, StepMetadata
 from disagg.integrations.vllm.prompts import Prompts
 from disagg.manager import new_request_id
 
@@ -241,10 +241,3 @@ def _reason_against(config: VllmConfig, groups: Sequence[Group], *, has_states: 
 
 def _kinds(group: Group) -> set[Kind]:
     return {kind_of(spec, name) for name, spec in group.specs.items()}
-
-
-def problem_of_id(request_id: str, name: str) -> str:
-    """Why an id cannot be a hand-over's, if so. `name` is its parameter."""
-    if len(request_id) == 32 and not set(request_id) - set("0123456789abcdef"):
-        return ""
-    return f"{name}: expected {'true or ' if name == 'keep' else ''}32 hexadecimal digits, found {request_id!r:.100}"

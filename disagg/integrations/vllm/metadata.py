@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
 
-import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -19,109 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from disagg.core.rows import TokenRange
+from disagg.integrations.handoff import HandOff
 
 ENGINE = f"vllm {vllm.__version__}"
 
 BlockIds = tuple[list[int], ...]
 """vLLM's block ids of a request, by KV cache group."""
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A server, as in `kv_transfer_params`. It keeps windows from a multiple of `remote_window_page` tokens on."""
-
-    remote_engine_id: str
-    remote_address: str
-    remote_public_key: str | None = None
-    remote_window_page: Annotated[int, msgspec.Meta(ge=1)] = 1
-
-    @classmethod
-    def parse(cls, name: str) -> Place:
-        """The reverse of `str`. Raises `ValueError`."""
-        engine_id, at, rest = name.rpartition("@tcp://")
-        where = urlsplit(f"tcp://{rest}")
-        if not at:
-            raise ValueError(f"remote_engine_id: expected NAME@tcp://HOST:PORT, found {name!r:.300}")
-        given = dict(parse_qsl(where.query))
-        return cls(
-            remote_engine_id=engine_id,
-            remote_address=f"tcp://{where.netloc}",
-            remote_public_key=given.get("key"),
-            remote_window_page=int(given.get("window_page", 1)),
-        )
-
-    def __str__(self) -> str:
-        given = {"key": self.remote_public_key} if self.remote_public_key else {}
-        pages = {"window_page": self.remote_window_page} if self.remote_window_page > 1 else {}
-        query = urlencode({**given, **pages})
-        return f"{self.remote_engine_id}@{self.remote_address}{f'?{query}' if query else ''}"
-
-
-class HandOff(Place, frozen=True, kw_only=True):
-    """Where to find a request: `kv_transfer_params` of prefill's answer and of the request to decode, or their `kept` for
-    one that was kept after its answer.
-
-    `remote_num_tokens` leading tokens are handed over; without it prefill is asked at the same time, and hands over all
-    prompt tokens but the last. `remote_prompt` is their digest, without the last prompt token: vLLM gives a list's prompts
-    the same parameters. A kept request may be taken in part: `remote_beginnings` are joined digests.
-    """
-
-    remote_request_id: str
-    remote_num_tokens: int | None = None
-    remote_attempt: int = 0
-    remote_prompt: str = ""
-    remote_beginnings: str = ""
-    remote_keep_s: float | None = None
-
-    @classmethod
-    def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
-        """The unused hand-off, also of MooncakeConnector's proxies. Accepts floats for integers, as in a protobuf `Struct`.
-        Raises `msgspec.ValidationError` or `ValueError`.
-        """
-        part = cls.part(params)
-        if part is None:
-            return None
-        found = dict(part)
-        if "remote_bootstrap_addr" in found:
-            found |= msgspec.structs.asdict(Place.parse(str(found.get("remote_engine_id"))))
-            if request_id := transfer_id(found):
-                found["remote_request_id"] = request_id.hex()
-        hand_off = msgspec.convert(found, cls, strict=False)
-        for digits in (hand_off.remote_request_id, hand_off.remote_beginnings):
-            bytes.fromhex(digits)
-        return hand_off
-
-    @staticmethod
-    def part(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """All of `params`, or their `kept`, if it is an unused hand-off."""
-        for part in (params, (params or {}).get("kept")):
-            if isinstance(part, dict) and part.get("do_remote_prefill"):
-                return part
-        return None
-
-    @property
-    def request_id(self) -> bytes:
-        return bytes.fromhex(self.remote_request_id)
-
-    @property
-    def is_kept(self) -> bool:
-        return self.remote_keep_s is not None
-
-    def params(self) -> dict[str, Any]:
-        own = msgspec.structs.asdict(self)
-        if not self.is_kept:
-            del own["remote_beginnings"], own["remote_keep_s"]
-        return {"do_remote_prefill": True, "do_remote_decode": False, **own}
-
-
-def transfer_id(params: Mapping[str, Any]) -> bytes | None:
-    """The id that a proxy gave a transfer: `remote_request_id`, or any text as MooncakeConnector's `transfer_id`. Raises
-    `ValueError`.
-    """
-    if given := params.get("remote_request_id"):
-        return bytes.fromhex(str(given))
-    if given := params.get("transfer_id"):
-        return hashlib.blake2b(str(given).encode(), digest_size=16).digest()
-    return None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from disagg.integrations.vllm.kept import problem_of_id
+from disagg.integrations.handoff import problem_of_id
 
 HANDED_OVER = (
     "temperature",

@@ -14,8 +14,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.request import Request
 
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.handoff import DIGEST_NBYTES, beginnings, prompt_digest
-from disagg.integrations.vllm.metadata import HandOff
+from disagg.integrations.handoff import HandOff, beginnings, prompt_digest
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +53,9 @@ class Prompts:
         """
         if request.prompt_embeds is not None:
             return 0
-        num_kept = hand_off.remote_num_tokens or 0
-        if 0 < num_kept <= most and hand_off.remote_prompt == self.digest(request, num_kept):
-            return num_kept
-        digests, common = bytes.fromhex(hand_off.remote_beginnings), 0
-        for number, (stop, digest) in enumerate(self.beginnings(request, min(num_kept, most))):
-            if digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES].hex() != digest:
-                break
-            common = stop
-        return common
+        return hand_off.num_common(
+            most, lambda num_tokens: self.digest(request, num_tokens), lambda num_tokens: self.beginnings(request, num_tokens)
+        )
 
     def _adapter(self, request: Request) -> Future[str] | None:
         adapter = request.lora_request

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from disagg.integrations.vllm.metadata import HandOff
+from disagg.integrations.handoff import HandOff
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rows import TokenRange
-from disagg.integrations.handoff import OTHER_PROMPT, Payload
+from disagg.integrations.handoff import OTHER_PROMPT, HandOff, Payload, Place, transfer_id
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.bootstrap import Bootstrap, num_replicas
 from disagg.integrations.vllm.groups import Group, num_handed_over, read_groups
@@ -36,14 +36,11 @@ from disagg.integrations.vllm.metadata import (
     BlockIds,
     Chunk,
     Finish,
-    HandOff,
     Load,
     Opening,
-    Place,
     RankAddress,
     StepMetadata,
     WorkerReport,
-    transfer_id,
 )
 from disagg.integrations.vllm.metrics import TransferStats
 from disagg.integrations.vllm.moves import Moves

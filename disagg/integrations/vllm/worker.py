@@ -24,23 +24,13 @@ from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease, LeaseState
 from disagg.core.rows import Rows
 from disagg.core.topology import Topology
-from disagg.integrations.handoff import Payload
+from disagg.integrations.handoff import HandOff, Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.drafts import Drafts
 from disagg.integrations.vllm.groups import Shapes, check_engine, read_groups, shapes_of
 from disagg.integrations.vllm.identity import Scales, identify, read_source
 from disagg.integrations.vllm.layout import Cache, rank_topology, read_caches
-from disagg.integrations.vllm.metadata import (
-    BlockIds,
-    Chunk,
-    Finish,
-    HandOff,
-    Load,
-    Opening,
-    RankAddress,
-    StepMetadata,
-    WorkerReport,
-)
+from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, Load, Opening, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.metrics import TransferStats
 from disagg.integrations.vllm.neighbours import check_others
 from disagg.integrations.vllm.transfers import Receive, Send, TransferResults

@@ -17,10 +17,10 @@ import pytest
 from vllm.config import ParallelConfig
 
 from disagg.core.errors import ConfigError
+from disagg.integrations.handoff import HandOff, Place, transfer_id
 from disagg.integrations.options import Options
 from disagg.integrations.vllm import bootstrap
 from disagg.integrations.vllm.bootstrap import Bootstrap, num_replicas
-from disagg.integrations.vllm.metadata import HandOff, Place, transfer_id
 from harness.ports import free_ports
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"

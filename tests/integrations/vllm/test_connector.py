@@ -39,10 +39,11 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 import disagg.integrations.vllm
 from disagg.core.errors import ConfigError
+from disagg.integrations.handoff import HandOff
 from disagg.integrations.vllm.connector import DisaggConnector
 from disagg.integrations.vllm.formats import Format, read_format
 from disagg.integrations.vllm.groups import check_engine, read_groups
-from disagg.integrations.vllm.metadata import HandOff, StepMetadata, share_logging
+from disagg.integrations.vllm.metadata import StepMetadata, share_logging
 from disagg.integrations.vllm.neighbours import check_others
 from disagg.integrations.vllm.worker import WorkerHalf
 from harness.servers import OURS, Server

@@ -13,9 +13,9 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from disagg.integrations.handoff import HandOff
 from disagg.integrations.vllm.groups import read_groups
 from disagg.integrations.vllm.kept import KeptRequests, _reason_against
-from disagg.integrations.vllm.metadata import HandOff
 from harness.vllm.engine import PREFILL, Answer, Engine
 from tests.integrations.vllm.requests import check_equal, num_external, prompts, wait_empty, wait_free
 

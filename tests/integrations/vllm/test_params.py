@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from disagg import new_request_id
-from disagg.integrations.vllm.metadata import HandOff
+from disagg.integrations.handoff import HandOff
 from harness.vllm.engine import Engine
 from tests.integrations.vllm.requests import prompts
 

@@ -19,7 +19,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from disagg.integrations.vllm.metadata import HandOff
+from disagg.integrations.handoff import HandOff
 from disagg.integrations.vllm.prompts import Prompts
 from harness.vllm.engine import PREFILL, Answer, Engine
 from harness.vllm.models import write_adapter

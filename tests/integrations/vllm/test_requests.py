@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from disagg import new_request_id
+from disagg.integrations.handoff import Place
 from disagg.integrations.vllm import DisaggConnector, worker
-from disagg.integrations.vllm.metadata import Place
 from disagg.integrations.vllm.metrics import TransferStats
 from disagg.integrations.vllm.scheduler import SchedulerHalf
 from harness.vllm.engine import PREFILL, Engine
