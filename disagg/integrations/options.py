@@ -23,6 +23,14 @@ class ServerConfig(Config, frozen=True, kw_only=True):
         str | None,
         meaning("The model's identity, the same on both sides, instead of its type and the description in its config.json."),
     ] = None
+    keep_s: Annotated[
+        Seconds,
+        meaning("How long a server keeps a request with `keep` for the next turn.", metavar="SECONDS"),
+    ] = 120.0
+    kept_share: Annotated[
+        Share,
+        meaning("The largest share of a server's blocks that such requests hold; the oldest goes first."),
+    ] = 0.25
 
 
 class Options(ServerConfig, frozen=True, kw_only=True):
@@ -50,14 +58,6 @@ class Options(ServerConfig, frozen=True, kw_only=True):
             metavar="SECONDS",
         ),
     ] = 30.0
-    keep_s: Annotated[
-        Seconds,
-        meaning("How long a server keeps a request with `keep` for the next turn.", metavar="SECONDS"),
-    ] = 120.0
-    kept_share: Annotated[
-        Share,
-        meaning("The largest share of a server's blocks that such requests hold; the oldest goes first."),
-    ] = 0.25
     bootstrap_port: Annotated[
         int | None, meaning("The port at which MooncakeConnector's proxies ask for this server's name.", metavar="PORT")
     ] = None

@@ -72,6 +72,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     """One rank. `host` and `is_checked` are set before SGLang builds it. The latter is SGLang's option for checksums, which
     `DISAGG_VERIFY` overrides.
 
+    `keeper` (on decode) and `taker` (on prefill) are set with the queue that SGLang builds after it.
+
     Every prefill rank registers rank 0's control address with the bootstrap server. Its host and port are also the
     instance's name.
     """
@@ -90,6 +92,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.waiting: dict[int, Any] = {}
         self.has_created = False
         self.held: dict[int, list[Any]] = {}
+        self.keeper: Any = None
+        self.taker: Any = None
         self.bootstrap = BootstrapServers()
         self._served: dict[str, Served] = {}
         self._misses: dict[str, int] = {}
@@ -132,6 +136,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
         if config.advertise is not None:
             raise ConfigError("DISAGG_ADVERTISE: expected none, since SGLang gives each rank its address; set SGLANG_HOST_IP")
+        self.keep_s, self.kept_share = config.keep_s, config.kept_share
         given = config.manager_arguments()
         if self.is_checked and not os.environ.get("DISAGG_VERIFY"):
             given["verify"] = "full"
@@ -150,6 +155,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """SGLang calls this while no request is under way, then builds the other role's manager."""
+        if self.keeper is not None:
+            self.keeper.give_up_all()
         self.transfers.close()
         self.bootstrap.close()
 
@@ -348,7 +355,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             if self.rooms.is_taken(room):
                 return
             if self.disaggregation_mode == DisaggregationMode.PREFILL:
-                sender = self.transfers.sender(request_id(room), peer=None, attempt=None, deadline_s=None, tag=_nobody)
+                sender = self.transfers.sender(request_id(room), peer=None, attempt=None, deadline_s=None, tag=nobody)
                 sender.abort(reason)
                 return
             attempt = self.rooms.next_attempt(room)
@@ -389,8 +396,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self._misses.pop(server, None)
 
 
-def _nobody() -> None:
-    """The owner of a request that is refused."""
+def nobody() -> None:
+    """The owner of requests whose events nobody waits for."""
 
 
 _ONE_RANK: Mapping[str, Any] = {

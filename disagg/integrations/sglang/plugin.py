@@ -8,6 +8,7 @@ import os
 from array import array
 from collections.abc import Callable
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 from disagg.core.errors import ConfigError, LocalProtocolError
@@ -20,6 +21,9 @@ ANY_VERSION = "SGLANG_DISAGG_ANY_VERSION"
 STAGING = "SGLANG_DISAGG_STAGING_BUFFER"
 APP = "SGLANG_HTTP_SERVER_APP_PATH"
 """The application of `--tokenizer-worker-num` processes, where SGLang loads no plug-ins."""
+
+_process = SimpleNamespace(keeper=None)
+"""What this process's decode keeps: SGLang releases a request where nothing else of the scheduler is known."""
 
 
 def register() -> None:
@@ -48,9 +52,10 @@ def register() -> None:
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{queues}.{queue}._init_kv_manager", _init_kv_manager, HookType.AROUND)
         HookRegistry.register(f"{queues}.{queue}._check_if_req_exceed_kv_capacity", _refuse, HookType.AROUND)
-        HookRegistry.register(f"{queues}.{queue}.__init__", _without_digests, HookType.AFTER)
+        HookRegistry.register(f"{queues}.{queue}.__init__", _set_up, HookType.AFTER)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", collect_created, HookType.BEFORE)
+    HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.pop_bootstrapped", _withhold, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     for door in ("retire_unadmitted_request", "_reject_sampling_mask_request"):
         HookRegistry.register(f"{scheduler}.{door}", _retire, HookType.AROUND)
@@ -78,6 +83,16 @@ def register() -> None:
     }
     for step, hook in of_decode.items():
         HookRegistry.register(step, _on_decode(hook), HookType.AROUND)
+    components = "sglang.srt.managers.scheduler_components"
+    HookRegistry.register(f"{components}.batch_result_processor.release_kv_cache", _keep, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.process_decode_queue", _settle_kept, HookType.BEFORE)
+    HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.pop_preallocated", _make_room, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.update_running_batch", _make_room_for_step, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.flush_cache", _give_up_kept, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.is_fully_idle", _is_idle, HookType.AROUND)
+    checker = f"{components}.invariant_checker.SchedulerInvariantChecker"
+    HookRegistry.register(f"{checker}._check_all_pools", _check_pools, HookType.AROUND)
+    HookRegistry.register(f"{checker}._check_req_pool", _check_rows, HookType.AROUND)
     for call in ("release", "resume"):
         HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
 
@@ -138,11 +153,22 @@ def _wants_checksums() -> bool:
     return bool(get_disagg().disaggregation_enable_kv_checksum)
 
 
-def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
-    """Turn off SGLang's digests of whole pages: the rest of the last page is not moved. The manager compares checksums of
-    the tokens instead.
+def _set_up(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
+    """Build what keeps requests, or takes them. Turn off SGLang's digests of whole pages: the rest of the last page is not
+    moved, and the manager compares checksums of the tokens instead.
     """
-    if queue.transfer_backend.value == NAME and _wants_checksums():
+    if queue.transfer_backend.value != NAME:
+        return
+    from disagg.integrations.sglang.kept import Keeper
+    from disagg.integrations.sglang.taking import Taker
+
+    manager = queue.kv_manager
+    if _is_decode():
+        manager.keeper = Keeper(manager, queue.scheduler, keep_s=manager.keep_s, kept_share=manager.kept_share)
+    else:
+        manager.taker = Taker(manager, queue.scheduler)
+    _process.keeper = manager.keeper
+    if _wants_checksums():
         queue.scheduler.kv_checksum_computer = None
         logger.info(
             "--disaggregation-enable-kv-checksum: compared are checksums of what decode receives, as with DISAGG_VERIFY=full"
@@ -195,6 +221,8 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode, prepare_abort
 
     if queue.transfer_backend.value == NAME:
+        if _tell(queue, request):
+            return True
         from disagg.integrations.sglang.prompts import check_logprobs, check_returned, check_tokens, check_unmoved_room
 
         try:
@@ -215,6 +243,66 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
     if is_refused and queue.transfer_backend.value == NAME:
         queue.kv_manager.refused(request)
     return is_refused
+
+
+def _tell(queue: Any, request: Any) -> bool:
+    """Whether a request only asks decode for what it keeps of another one."""
+    from disagg.integrations.sglang.kept import KEPT_REQUEST_ID, asked, told
+
+    keeper = queue.kv_manager.keeper
+    if keeper is None or not asked(request, KEPT_REQUEST_ID):
+        return False
+    told(request, keeper.answer(request))
+    queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
+    return True
+
+
+def _keep(original: Callable[..., None], request: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+    """Decode keeps the pages of an ended request that asks for it."""
+    release = functools.partial(original, request, tree_cache, checkpoint=checkpoint)
+    if _process.keeper is None or not _process.keeper.keep(request, release):
+        release()
+
+
+def _settle_kept(*_: Any) -> None:
+    if _process.keeper:
+        _process.keeper.settle()
+
+
+def _make_room(queue: Any, *_: Any, **__: Any) -> None:
+    if _process.keeper:
+        from disagg.integrations.sglang.kept import has_room
+
+        _process.keeper.make_room(lambda: has_room(queue))
+
+
+def _make_room_for_step(_: Any, batch: Any) -> None:
+    """Before SGLang may retract requests."""
+    if _process.keeper and not batch.is_empty():
+        _process.keeper.make_room(batch.check_decode_mem)
+
+
+def _give_up_kept(*_: Any, **__: Any) -> None:
+    """SGLang empties its pools, also after new weights."""
+    if _process.keeper:
+        _process.keeper.give_up_all()
+
+
+def _is_idle(original: Callable[..., bool], scheduler: Any, *given: Any, **named: Any) -> bool:
+    """SGLang may empty its pools while it is idle, so nothing may arrive there."""
+    queue = scheduler.disagg_prefill_bootstrap_queue
+    taker = None if queue is None or queue.transfer_backend.value != NAME else queue.kv_manager.taker
+    return original(scheduler, *given, **named) and not (taker is not None and taker.holds_pages)
+
+
+def _check_pools(original: Callable[..., tuple[bool, list[str]]], *given: Any, **named: Any) -> tuple[bool, list[str]]:
+    """SGLang counts pages while it is idle, and takes those that are kept for lost."""
+    return (False, []) if _process.keeper else original(*given, **named)
+
+
+def _check_rows(original: Callable[[Any], None], checker: Any) -> None:
+    if not _process.keeper:
+        original(checker)
 
 
 def _retire(original: Callable[..., None], scheduler: Any, request: Any, *given: Any, **named: Any) -> None:
@@ -244,6 +332,7 @@ def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *giv
     is_accepted = original(queue, request, *given, **named)
     if is_accepted and isinstance(request.disagg_kv_sender, DisaggKVSender):
         request.disagg_kv_sender.prompt = queue.kv_manager.host.prompt(request)
+        queue.kv_manager.taker.begin(request)
     return is_accepted
 
 
@@ -253,6 +342,14 @@ def collect_created(queue: Any, *_: Any, **__: Any) -> None:
     """
     if queue.transfer_backend.value == NAME:
         queue.kv_manager.collect_created()
+
+
+def _withhold(original: Callable[..., Any], queue: Any, *given: Any, **named: Any) -> Any:
+    if queue.transfer_backend.value != NAME:
+        return original(queue, *given, **named)
+    from disagg.integrations.sglang.taking import withheld
+
+    return withheld(functools.partial(original, queue, *given, **named), queue)
 
 
 def _send_cached(

@@ -16,7 +16,7 @@ import torch
 
 from disagg.core.errors import LocalProtocolError
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.handoff import prompt_digest
+from disagg.integrations.handoff import beginnings, prompt_digest
 
 ELASTIC = re.compile(r"(^|\|)elastic_ep_size=\d+\Z")
 """SGLang adds it to a request's `extra_key` with elastic expert parallelism and a radix cache."""
@@ -45,6 +45,10 @@ class Prompt:
     def digest(self, num_tokens: int) -> str:
         """Waits until the adapter's files have been read."""
         return prompt_digest(self.token_ids[:num_tokens], self._beside(num_tokens))
+
+    def beginnings(self, num_tokens: int) -> Iterator[tuple[int, str]]:
+        """Those of `disagg.integrations.handoff`, of the first `num_tokens`."""
+        return beginnings(self.token_ids[:num_tokens], self._beside)
 
     def _beside(self, num_tokens: int) -> Iterator[tuple[str, str]]:
         if self.adapter is not None:

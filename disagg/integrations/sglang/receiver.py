@@ -113,7 +113,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         if payload.num_tokens != num_tokens:
             raise RemoteProtocolError(f"prompt: expected {num_tokens} tokens, found {payload.num_tokens} on prefill")
         payload.check(payload.whole_prompt, self.prompt.digest(num_tokens))
-        if payload.engine == ENGINE:
+        if payload.engine == ENGINE and payload.native:
             self.kv_mgr.metadata.write(self.aux_index, payload.native)
             self.kv_mgr.host.check_metadata(self.aux_index, self.bootstrap_room)
         elif payload.first_token is None:
