@@ -7,9 +7,9 @@ decode has read the request and reserved memory when prefill has computed it. Wh
 proxy asks that server once, with a prompt of one token. A request that fails before the client has got a part of its answer is
 tried again, with a new id. vLLM's decode computes a prompt that it cannot get. An error of the request (4xx) goes to the client
 as the server answered it. A vLLM server that prefills a request which then fails, or whose client leaves, is told so, and need
-not keep its blocks. With `--keep` vLLM's decode servers keep the state of an answer, and a prefill server takes it with the
-next turn of the conversation: a request whose `messages` begin with those of the one before. `POST /admin/drain` empties a
-decode server: with `--move` streamed answers go on at another one of vLLM's. Requires aiohttp, which both servers require too.
+not keep its blocks. With `--keep` decode servers keep the state of an answer, and a prefill server takes it with the next turn
+of the conversation: a request whose `messages` begin with those of the one before. `POST /admin/drain` empties a decode server:
+with `--move` streamed answers go on at another one of vLLM's. Requires aiohttp, which both servers require too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Container,
-    Iterable,
     Iterator,
     Mapping,
 )
@@ -61,7 +60,12 @@ logger = logging.getLogger("pd_proxy")
 
 VLLM, SGLANG = "vLLM", "SGLang"
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
-FOR_SERVERS_ONLY = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
+TO_SGLANG = "disagg_"
+"""What a request tells SGLang's backend of this library begins so, in its `custom_params`."""
+FOR_SERVERS_ONLY = (
+    *("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    *(f"{TO_SGLANG}{name}" for name in ("keep", "kept", "kept_request_id", "move_id", "stop_request_id")),
+)
 """Fields that the proxy sets. A client that could choose them would choose whose state decode takes."""
 PASSED_ON = (
     *("Authorization", "X-Request-Id", "X-Vllm-Priority", "X-Session-ID", "X-SMG-Routing-Key", "Origin"),
@@ -99,6 +103,7 @@ KEEP_ALIVE_S = 2.0
 DRAIN_INTERVAL_S = 0.05
 """How often a server that drains is looked at."""
 COMPLETIONS, CHATS, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+GENERATE = "/generate"
 ITEMS = ("image", "audio", "video")
 WHERE = ("remote_engine_id", "remote_address")
 """What names a replica of vLLM's."""
@@ -222,7 +227,7 @@ ROUTES = {
     "/v1/chat/completions": Route(ACROSS, {"stream": False, "n": 1}, "max_tokens"),
     "/v1/responses": Route(SAME, {"stream": False, "store": False}, "max_output_tokens"),
     "/v1/messages": Route(frozenset({(VLLM, VLLM)}), {"stream": False}, "max_tokens"),
-    "/generate": Route(frozenset({(SGLANG, SGLANG)}), {"stream": False}, methods=frozenset({"POST", "PUT"})),
+    GENERATE: Route(frozenset({(SGLANG, SGLANG)}), {"stream": False}, methods=frozenset({"POST", "PUT"})),
 }
 
 
@@ -259,7 +264,7 @@ class Place:
 @dataclass(frozen=True)
 class Attempt:
     """A request, the servers that it goes to, the place of prefill, and the room in which they meet. Prefill takes `kept`, the
-    hand-over of the turn before, and `own` are parameters for vLLM's decode only.
+    hand-over of the turn before, and `own` are parameters for decode only.
     """
 
     prefill: Server
@@ -310,10 +315,6 @@ class Client:
         own = "request_id" if path == RESPONSES else "rid"
         return {name: value for name, value in body.items() if name != own}
 
-    def are_sglang(self, urls: Iterable[str]) -> bool:
-        """Whether all are known to be SGLang servers."""
-        return all(url in self._known and self._known[url].is_sglang for url in urls)
-
     async def ask(self, server: Server, path: str, body: Body, headers: Mapping[str, str]) -> Any:
         """The answer of a server. Raises `Failed` or `Refused` for one that is an error."""
         async with self.open("POST", server.url + path, headers=headers, json=body) as answer:
@@ -341,11 +342,21 @@ class Client:
         """The hand-over of a request that decode has kept by this id; `None` if it has not."""
         try:
             async with asyncio.timeout(KEPT_TIMEOUT_S):
+                if decode.is_sglang:
+                    return await self._kept_by_sglang(decode, headers, keep)
                 found: Body | None = (await self.tell(decode, headers, told(model, kept_request_id=keep))).get("kept")
         except (ClientError, Failed, Refused, TimeoutError) as error:
             logger.warning("%s does not say what it keeps: %s: %s", decode.url, type(error).__name__, error)
             return None
         return found
+
+    async def _kept_by_sglang(self, decode: Server, headers: Mapping[str, str], keep: str) -> Body | None:
+        """SGLang refuses a request without a room. Raises as `ask` does."""
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1 + secrets.randbelow(1 << 62)}
+        asked = for_sglang({"max_new_tokens": 1}, kept_request_id=keep)
+        answer = await self.ask(decode, GENERATE, {"input_ids": [0], "sampling_params": asked, **room}, without_id(headers))
+        (found,) = answer["meta_info"].get(f"{TO_SGLANG}kept") or [None]
+        return found if isinstance(found, dict) else None
 
     async def tell(self, decode: Server, headers: Mapping[str, str], asked: Body) -> Any:
         """What the connector of vLLM's decode answers to what it is told. Raises as `ask` does."""
@@ -563,7 +574,11 @@ def read_body(data: bytes) -> Any:
 
 def of_client(body: Body) -> dict[str, Any]:
     """The fields that a client may choose."""
-    return {name: value for name, value in body.items() if name not in FOR_SERVERS_ONLY}
+    return {
+        name: cleaned(value) if name in ("custom_params", "sampling_params") else value
+        for name, value in body.items()
+        if name not in FOR_SERVERS_ONLY
+    }
 
 
 def cleaned(value: Any) -> Any:
@@ -607,8 +622,9 @@ def hand_over(attempt: Attempt) -> HandOver:
     if prefill.is_sglang:
         where = {"bootstrap_host": URL(prefill.url).host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
         if decode.is_sglang:
-            return HandOver({**body, **where, **route.fields}, {**body, **where})
-        prompt = {key: value for key, value in body.items() if key not in OF_SAMPLING}
+            asked = for_sglang(body, kept=attempt.kept) | where
+            return HandOver({**asked, **route.fields}, for_sglang(body, keep=attempt.own.get("keep")) | where)
+        prompt = for_sglang({key: value for key, value in body.items() if key not in OF_SAMPLING}, kept=attempt.kept)
         if prompt.get("tools"):
             prompt["tool_choice"] = "auto"  # vLLM shows the model all tools, whichever it may call
         return HandOver({**prompt, **where, **route.fields, route.limit: 1}, for_vllm(body, to_vllm, attempt.own))
@@ -631,7 +647,7 @@ def hand_over(attempt: Attempt) -> HandOver:
         return HandOver(asked, for_vllm(body, to_vllm, attempt.own))
     address = URL(place["remote_address"])
     host = {"bootstrap_host": f"{place['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
-    return HandOver(asked, {**body, **host, "bootstrap_room": room})
+    return HandOver(asked, {**for_sglang(body, keep=attempt.own.get("keep")), **host, "bootstrap_room": room})
 
 
 def as_for_sglang(body: Body) -> dict[str, Any]:
@@ -667,6 +683,13 @@ def for_vllm(body: Body, params: Body, own: Body) -> dict[str, Any]:
     given = {**params, **own}
     tokens = {"return_token_ids": True} if "move_id" in own else {}
     return {**body, **tokens, "kv_transfer_params": given} if given else dict(body)
+
+
+def for_sglang(body: Body, **given: Any) -> dict[str, Any]:
+    """A request to SGLang that also tells its backend what is `given`, if anything is."""
+    told = {f"{TO_SGLANG}{name}": value for name, value in given.items() if value}
+    params = body.get("custom_params")
+    return {**body, "custom_params": {**(params if isinstance(params, dict) else {}), **told}} if told else dict(body)
 
 
 def told(model: Any, **params: Any) -> dict[str, Any]:
@@ -1020,7 +1043,7 @@ class Answer:
 
     @property
     def own(self) -> dict[str, Any]:
-        """Parameters for vLLM's decode only."""
+        """Parameters for decode only."""
         return self._own(self._move_id)
 
     def _own(self, move_id: str) -> dict[str, Any]:
@@ -1399,7 +1422,6 @@ class Proxy:
     ) -> None:
         self._prefills, self._decodes = itertools.cycle(prefills), itertools.cycle(decodes)
         self._num_prefills, self._decode_urls, self._retry_s = len(prefills), frozenset(decodes), retry_s
-        self._prefill_urls = frozenset(prefills)
         self._away_until: dict[str, float] = {}
         self._num_decodes, self._moves = len(decodes), move
         self._conversations = Conversations() if keep else None
@@ -1481,8 +1503,7 @@ class Proxy:
             if url not in self._drains:  # meanwhile
                 break
         is_turn = bool(names) and all(count in (None, 1) for count in num_answers(body))
-        may_take = not self._client.are_sglang(self._prefill_urls)  # SGLang's prefill takes nothing
-        keep = secrets.token_hex(16) if is_turn and may_take and not decode.is_sglang else ""
+        keep = secrets.token_hex(16) if is_turn and not (decode.is_sglang and request.path != CHATS) else ""
         given = Answer(self._client, request.path, body, headers, keep, decode)
         if not self._moves:
             given.reason = given.reason or "the proxy moves none"
@@ -1763,9 +1784,7 @@ def main() -> None:
             f"--{side}", nargs="+", action="extend", type=address, required=True, metavar="URL", help=f"servers that {side}"
         )
     parser.add_argument("--retry-s", type=float, default=30.0, metavar="SECONDS", help="how long to try a request again")
-    parser.add_argument(
-        "--keep", action="store_true", help="let vLLM's decode keep each answer's state for prefill of the next turn"
-    )
+    parser.add_argument("--keep", action="store_true", help="let decode keep each answer's state for prefill of the next turn")
     parser.add_argument(
         "--move", action="store_true", help="let streams of vLLM's decode servers go on at others when one of them is drained"
     )

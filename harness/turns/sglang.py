@@ -2,10 +2,14 @@
 
 SGLang's decode server computes no prompt, so every turn is asked at both servers at once, and a hand-over that fails is a
 refused request. Aborts are requests of SGLang's own API.
+
+Decode keeps every request that it can, and prefill is given one of those with each of its own: mostly of another turn of the
+same conversation, or of another one.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -154,6 +158,7 @@ class SglangServers:
             server.wait_ready()
         (self._dead_port,) = free_ports(1)
         self._num_rooms = 0
+        self._kept: list[Mapping[str, Any]] = []
         self._reasons: dict[int, str] = {}
 
     def alone(self, turns: Sequence[Turn]) -> list[Answer]:
@@ -165,28 +170,41 @@ class SglangServers:
 
     def divided(self, turns: Sequence[Turn]) -> list[Answer | None]:
         """Prompts go to both servers at once. SGLang's router chooses a room for each, where the servers meet."""
-        found = [self._pool.submit(self._ask, turn, FIRST_ROOM + self._num_rooms + at) for at, turn in enumerate(turns)]
+        found = [self._pool.submit(self._ask, turn, self._num_rooms + at, self._taken(turn)) for at, turn in enumerate(turns)]
         self._num_rooms += len(turns)
         answers = []
         for turn, each in zip(turns, found, strict=True):
             answer = each.result()
             self._reasons[turn.number] = answer if isinstance(answer, str) else ""
             answers.append(answer if isinstance(answer, Answer) else None)
+        rooms = range(self._num_rooms - len(turns), self._num_rooms)
+        self._kept += [each for each in self._pool.map(self._kept_of, rooms) if each is not None]
         return answers
 
-    def _ask(self, turn: Turn, room: int) -> Answer | str:
+    def _kept_of(self, number: int) -> Mapping[str, Any] | None:
+        asked = {"sampling_params": {"max_new_tokens": 1, "custom_params": {"disagg_kept_request_id": f"{number:032x}"}}}
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1 + number}
+        (found,) = _post(self._decode, {"input_ids": [0], **asked, **room})["meta_info"]["disagg_kept"]
+        return found  # type: ignore[no-any-return]
+
+    def _taken(self, turn: Turn) -> dict[str, Any]:
+        """What prefill is told to take."""
+        return {"disagg_kept": self._kept.pop(-1 - turn.number % min(3, len(self._kept)))} if self._kept else {}
+
+    def _ask(self, turn: Turn, number: int, taken: Mapping[str, Any]) -> Answer | str:
         """Decode's answer, or the reason why there is none."""
-        way, wanted = turn.way, turn.max_tokens
+        way, wanted, room = turn.way, turn.max_tokens, FIRST_ROOM + number
         port = self._dead_port if way is Way.DEAD_ADDRESS else self._prefill.bootstrap_port
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room, "rid": f"room-{room}"}
         asked: list[Future[Answer | str]] = []
         if way is not Way.DEAD_ADDRESS:
-            asked.append(self._pool.submit(_generate, self._prefill, turn.prefilled, wanted, **where))
+            asked.append(self._pool.submit(_generate, self._prefill, turn.prefilled, wanted, told=taken, **where))
         if way is Way.ABORTED_ON_PREFILL:
             time.sleep(turn.number % 4 * 0.01)
             return _aborted(self._prefill, f"room-{room}", asked[0])
         more = 40 if way.is_aborted else 0
-        decoded = self._pool.submit(_generate, self._decode, turn.prompt, wanted + more, **where)
+        keep = {"disagg_keep": f"{number:032x}"}
+        decoded = self._pool.submit(_generate, self._decode, turn.prompt, wanted + more, told=keep, **where)
         if way is Way.ABORTED_WHILE_LOADING:
             time.sleep(turn.number % 4 * 0.01)
         elif way is Way.ABORTED_WHILE_ANSWERING:
@@ -231,21 +249,32 @@ def _aborted(server: Server, request: str, answer: Future[Answer | str]) -> Answ
     return answer.result()
 
 
-def _generate(server: Server, prompt: Prompt, max_tokens: int, **fields: Any) -> Answer | str:
-    """A greedy answer, or the server's reason for none."""
-    body = {
-        "input_ids": list(prompt.tokens),
-        "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": NUM_LOGPROBS,
-        **fields,
-    }
+def _post(server: Server, body: Mapping[str, Any]) -> Any:
+    """Raises `RuntimeError` with the end of the log of a server that has ended."""
     request = urllib.request.Request(
         f"{server.url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            found = json.load(answer)
+            return json.load(answer)
+    except http.client.RemoteDisconnected as error:
+        raise RuntimeError(f"{server.url} has ended: {server.log()}") from error
+
+
+def _generate(
+    server: Server, prompt: Prompt, max_tokens: int, *, told: Mapping[str, Any] | None = None, **fields: Any
+) -> Answer | str:
+    """A greedy answer, or the server's reason for none."""
+    params = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+    body = {
+        "input_ids": list(prompt.tokens),
+        "sampling_params": {**params, "custom_params": told} if told else params,
+        "return_logprob": True,
+        "top_logprobs_num": NUM_LOGPROBS,
+        **fields,
+    }
+    try:
+        found = _post(server, body)
     except TimeoutError:
         return NO_ANSWER
     except urllib.error.HTTPError as error:

@@ -1,5 +1,8 @@
-"""Requests that have ended, whose pages decode keeps for another server that continues them. A client gives a request an id in
-`sampling_params.custom_params` (`disagg_keep`), and asks for the hand-over with it afterwards (`disagg_kept_request_id`).
+"""Requests that have ended, whose pages decode keeps for another server that continues them.
+
+A client gives a request an id in `sampling_params.custom_params`, and asks for the hand-over with it afterwards
+(`disagg_kept_request_id`). With `disagg_keep` it is kept at its end, with `disagg_move_id` if a request with
+`disagg_stop_request_id` has ended it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from disagg.requests import Sender
 logger = logging.getLogger(__name__)
 
 KEEP, KEPT, KEPT_REQUEST_ID = "disagg_keep", "disagg_kept", "disagg_kept_request_id"
+MOVE_ID, STOP_REQUEST_ID, NOT_STOPPED = "disagg_move_id", "disagg_stop_request_id", "disagg_not_stopped"
 MAX_TAKING_S = 600.0
 """How long a server may take it, once it has reserved."""
 SETTLE_EVERY = 8
@@ -35,13 +39,16 @@ SETTLE_EVERY = 8
 
 @dataclass(frozen=True)
 class Kept:
-    """`release` is SGLang's own of the ended request."""
+    """`release` is SGLang's own of the ended request. `is_stopped`: it was stopped to move, and does not count against the
+    bound.
+    """
 
     hand_off: HandOff
-    handle: Sender
+    handle: Sender | None
     num_tokens: int
     since_s: float
     release: Callable[[], None]
+    is_stopped: bool
 
 
 class Keeper:
@@ -54,50 +61,61 @@ class Keeper:
         self._max_requests = int(kept_share * scheduler.req_to_token_pool.size)
         self._reason = reason_against(manager, scheduler)
         self._requests: dict[str, Kept] = {}
+        self._stopped: set[str] = set()
+        """The `rid` of requests that were stopped, and have not ended yet."""
         self._num_loops = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def keep(self, request: Any, release: Callable[[], None]) -> bool:
-        """Keep a request that asks for it, and has ended normally. Its `release` is called once no server may read its pages
-        any more.
+        """Keep a request that asks for it, or was stopped to move, and has ended normally. Its `release` is called once no
+        server may read its pages any more.
         """
-        given = asked(request, KEEP)
+        is_stopped = request.rid in self._stopped
+        given = asked(request, MOVE_ID if is_stopped else KEEP)
+        if not request.finished():
+            return False
+        self._stopped.discard(request.rid)
         if not given or isinstance(request.finished_reason, FINISH_ABORT):
             return False
         request_id = str(given)
         prompt = _answered(self._manager.host.prompt(request), request)
-        num_tokens = prompt.num_tokens - 1  # the last one was drawn, and not computed
-        reason = self._reason or problem_of_id(request_id, KEEP) or self._problem(request, prompt, num_tokens)
-        if not reason:
-            try:
-                self._requests[request_id] = self._offer(request, prompt, request_id, release)
-                return True
-            except DisaggError as error:
-                reason = str(error)
-        logger.warning("request %s: it is not kept: %s", request.rid, reason)
-        return False
+        reason = self._reason or problem_of_id(request_id, KEEP)
+        if reason := reason or self._problem(request, prompt, is_stopped=is_stopped):
+            logger.warning("request %s: it is not kept: %s", request.rid, reason)
+            return False
+        if not is_stopped:
+            self._make_room_within_share(prompt.num_tokens - 1)
+        if request_id in self._requests:
+            self._give_up(request_id)
+        self._requests[request_id] = Kept(
+            *self._offer(request, prompt, request_id), prompt.num_tokens - 1, time.monotonic(), release, is_stopped
+        )
+        return True
 
-    def _problem(self, request: Any, prompt: Prompt, num_tokens: int) -> str:
+    def _problem(self, request: Any, prompt: Prompt, *, is_stopped: bool) -> str:
+        num_tokens = prompt.num_tokens - 1  # the last one was drawn, and not computed
         if prompt.embeddings is not None or prompt.replaced is not None:
             return "prompts of embeddings cannot be compared with longer ones"
         if not 0 < num_tokens <= request.owned_kv_len():
             return f"expected the state of {num_tokens} tokens, found that of {request.owned_kv_len()}"
-        if num_tokens > self._max_tokens or not self._max_requests:
+        if not is_stopped and (num_tokens > self._max_tokens or not self._max_requests):
             return (
                 f"expected at most {self._max_tokens} tokens and {self._max_requests} requests (kept_share), found {num_tokens}"
             )
         return ""
 
-    def _offer(self, request: Any, prompt: Prompt, request_id: str, release: Callable[[], None]) -> Kept:
+    def _make_room_within_share(self, num_tokens: int) -> None:
+        while own := {name: kept for name, kept in self._requests.items() if not kept.is_stopped}:
+            num_kept = sum(kept.num_tokens for kept in own.values())
+            if num_kept + num_tokens <= self._max_tokens and len(own) < self._max_requests:
+                return
+            self._give_up(next(iter(own)))
+
+    def _offer(self, request: Any, prompt: Prompt, request_id: str) -> tuple[HandOff, Sender | None]:
+        """Send a request to whoever asks for it. Without a sender nobody gets it."""
         manager, scheduler, num_tokens = self._manager, self._scheduler, prompt.num_tokens - 1
-        if request_id in self._requests:
-            self._give_up(request_id)
-        while sum(kept.num_tokens for kept in self._requests.values()) + num_tokens > self._max_tokens or (
-            len(self._requests) >= self._max_requests
-        ):
-            self._give_up(next(iter(self._requests)))
         digests = [digest for _, digest in prompt.beginnings(num_tokens)]
         hand_off = HandOff(
             remote_engine_id=name_of(manager.leader),
@@ -117,17 +135,34 @@ class Keeper:
             beginnings=bytes.fromhex(hand_off.remote_beginnings),
         )
         indices = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :num_tokens]
-        pages = kv_to_page_indices(
-            scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(indices), manager.kv_args.page_size
-        )
-        handle = manager.transfers.sender(hand_off.request_id, peer=None, deadline_s=None, tag=nobody, label=request.rid)
-        handle.send(full_pages(pages, 0, facts=manager.facts), tokens=(0, num_tokens), ready=manager.host.launched())
-        handle.finish({}, payload=payload.encode())
-        return Kept(hand_off, handle, num_tokens, time.monotonic(), release)
+        indices = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(indices)
+        rows = full_pages(kv_to_page_indices(indices, manager.kv_args.page_size), 0, facts=manager.facts)
+        handle: Sender | None = None
+        try:
+            handle = manager.transfers.sender(
+                hand_off.request_id, peer=None, deadline_s=None, tag=nobody, label=str(request.rid)
+            )
+            handle.send(rows, tokens=(0, num_tokens), ready=manager.host.launched())
+            handle.finish({}, payload=payload.encode())
+        except DisaggError as error:
+            logger.warning("request %s: nobody gets what is kept of it: %s", request.rid, error)
+        return hand_off, handle
 
-    def answer(self, request: Any) -> dict[str, Any] | None:
-        """What is told of a request that another one asks for: its hand-over, or `None` if it is not kept."""
-        kept = self._requests.get(str(asked(request, KEPT_REQUEST_ID)))
+    def stop(self, request_id: str) -> str:
+        """End the running request with this `disagg_move_id` after its next token, and keep it. Returns why not, if so."""
+        running = [each for each in self._scheduler.running_batch.reqs if asked(each, MOVE_ID) == request_id]
+        running = [each for each in running if not each.finished() and each.to_finish is None]
+        if not running:
+            return "no such request is being answered"
+        if reason := self._reason or problem_of_id(request_id, STOP_REQUEST_ID) or reason_to_stay(running[0]):
+            return reason
+        running[0].to_finish = FINISH_LENGTH(length=len(running[0].output_ids) + 1)
+        self._stopped.add(running[0].rid)
+        return ""
+
+    def answer(self, request_id: str) -> dict[str, Any] | None:
+        """The hand-over of a request, or `None` if it is not kept."""
+        kept = self._requests.get(request_id)
         return None if kept is None else kept.hand_off.params()
 
     def settle(self) -> None:
@@ -135,11 +170,12 @@ class Keeper:
         self._num_loops += 1
         if not self._requests or self._num_loops % SETTLE_EVERY:
             return
-        now = time.monotonic()
+        now, ended = time.monotonic(), []
         for kept in self._requests.values():
-            if now > kept.since_s + (self._keep_s if kept.handle.readers is None else MAX_TAKING_S):
-                kept.handle.abort(f"no server has taken it within {now - kept.since_s:.0f} s")
-        ended = [kept.handle.poll() is not None for kept in self._requests.values()]
+            handle = kept.handle
+            if handle is not None and now > kept.since_s + (self._keep_s if handle.readers is None else MAX_TAKING_S):
+                handle.abort(f"no server has taken it within {now - kept.since_s:.0f} s")
+            ended.append(handle is None or handle.poll() is not None)
         flags = all_reduce_flags(ended, self._scheduler.attn_tp_cpu_group, torch.distributed.ReduceOp.MIN)
         for request_id, has_ended in zip(list(self._requests), flags, strict=True):
             if has_ended:
@@ -156,7 +192,8 @@ class Keeper:
     def _give_up(self, request_id: str) -> None:
         """Nobody takes what is read after the call of `abort`."""
         kept = self._requests.pop(request_id)
-        kept.handle.abort("its pages are needed")
+        if kept.handle is not None:
+            kept.handle.abort("its pages are needed")
         kept.release()
 
 
@@ -166,11 +203,35 @@ def asked(request: Any, name: str) -> Any:
     return given.get(name) if isinstance(given, dict) else None
 
 
-def told(request: Any, answer: dict[str, Any] | None) -> None:
-    """End a request with an answer in its `meta_info`, as `disagg_kept`."""
+def tell(request: Any, keeper: Keeper) -> bool:
+    """End a request that only tells the keeper something, or asks it, with the answer in its `meta_info`. Returns whether it is
+    one.
+    """
+    stopped, wanted = asked(request, STOP_REQUEST_ID), asked(request, KEPT_REQUEST_ID)
+    if not (stopped or wanted):
+        return False
+    found = {NOT_STOPPED: [keeper.stop(str(stopped))]} if stopped else {KEPT: [keeper.answer(str(wanted))]}
     request.output_ids.append(int(request.origin_input_ids[0]))  # SGLang gives such information with a token only
-    request.finished_reason = FINISH_LENGTH(length=1)
-    request.customized_info = {KEPT: [answer]}
+    request.finished_reason, request.customized_info = FINISH_LENGTH(length=1), found
+    return True
+
+
+def reason_to_stay(request: Any) -> str:
+    """Why another server cannot go on with a running request, if so."""
+    params = request.sampling_params
+    problems = {
+        "penalties, which count the answer's tokens only": (
+            params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+        ),
+        "a grammar": request.grammar is not None,
+        "a custom logit processor": request.custom_logit_processor,
+        "images or other items": request.multimodal_inputs is not None,
+        "hidden states, experts or top-k indices of all tokens": (
+            request.return_hidden_states or request.return_routed_experts or request.return_indexer_topk
+        ),
+    }
+    found = [problem for problem, is_so in problems.items() if is_so]
+    return f"it has {found[0]}" if found else ""
 
 
 def has_room(queue: Any) -> bool:

@@ -84,7 +84,7 @@ def register() -> None:
     for step, hook in of_decode.items():
         HookRegistry.register(step, _on_decode(hook), HookType.AROUND)
     components = "sglang.srt.managers.scheduler_components"
-    HookRegistry.register(f"{components}.batch_result_processor.release_kv_cache", _keep, HookType.AROUND)
+    HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _keep, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.process_decode_queue", _settle_kept, HookType.BEFORE)
     HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.pop_preallocated", _make_room, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.update_running_batch", _make_room_for_step, HookType.BEFORE)
@@ -246,13 +246,12 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
 
 
 def _tell(queue: Any, request: Any) -> bool:
-    """Whether a request only asks decode for what it keeps of another one."""
-    from disagg.integrations.sglang.kept import KEPT_REQUEST_ID, asked, told
+    """Whether a request only tells decode to stop another one, or asks for what it keeps."""
+    from disagg.integrations.sglang.kept import tell
 
     keeper = queue.kv_manager.keeper
-    if keeper is None or not asked(request, KEPT_REQUEST_ID):
+    if keeper is None or not tell(request, keeper):
         return False
-    told(request, keeper.answer(request))
     queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
     return True
 

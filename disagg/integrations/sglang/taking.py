@@ -75,12 +75,12 @@ class Taker:
         if not given:
             return
         try:
-            hand_off = HandOff.of(given)
+            hand_off = HandOff.of(given if isinstance(given, dict) else None)
         except ValueError as error:  # also msgspec.ValidationError
             logger.warning("request %s: %s: %s", request.rid, KEPT, error)
             return
         if hand_off is None or not hand_off.is_kept:
-            logger.warning("request %s: %s: expected the hand-over of a kept request", request.rid, KEPT)
+            logger.warning("request %s: %s: expected the hand-over of a kept request, found %.100r", request.rid, KEPT, given)
             return
         found = None if self._reason else self._reserve(request, hand_off)
         if self._reason:

@@ -1,0 +1,268 @@
+"""Requests that a real decode server keeps after its answer, or stops, and another server goes on with: every answer is that of
+one undivided server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from harness.servers import Server
+from harness.vllm.models import write_model
+from tests.integrations.sglang.test_answers import num_computed
+from tests.integrations.vllm.requests import prompts
+
+ROOMS = itertools.count(2**59)
+JSON = {"Content-Type": "application/json"}
+PAGE_SIZE = 16
+"""Prefill's."""
+MAX_TOKENS = 24
+
+
+@dataclass
+class Servers:
+    """`other` is another decode server, which divides the model and caches prompts."""
+
+    alone: Server
+    prefill: Server
+    decode: Server
+    other: Server
+
+
+@dataclass
+class Found:
+    tokens: list[int]
+    logprobs: list[float]
+    about: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    model = write_model("llama", tmp_path_factory.mktemp("models") / "llama")
+    cached = "--disaggregation-decode-enable-radix-cache"
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISAGG_VERIFY", "full")
+
+        def start(*options: str, mode: str | None = None, **environ: str) -> Server:
+            return stack.enter_context(Server.sglang(model, *options, mode=mode, **environ)).wait_ready(timeout_s=300)
+
+        yield Servers(
+            start(),
+            start("--tp", "2", "--page-size", str(PAGE_SIZE), mode="prefill"),
+            start("--page-size", "32", "--max-total-tokens", "2048", mode="decode", DISAGG_KEPT_SHARE="0.5"),
+            start("--tp", "2", "--page-size", "8", cached, mode="decode"),
+        )
+
+
+def body_of(prompt: Sequence[int], told: Mapping[str, Any], max_tokens: int, **fields: Any) -> bytes:
+    params = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True, "custom_params": told}
+    return json.dumps({"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, **fields}).encode()
+
+
+def generate(
+    server: Server, prompt: Sequence[int], told: Mapping[str, Any] | None = None, *, max_tokens: int = MAX_TOKENS, **fields: Any
+) -> Found:
+    """The greedy answer of a server that is told something."""
+    asked = urllib.request.Request(
+        f"{server.url}/generate", data=body_of(prompt, told or {}, max_tokens, **fields), headers=JSON
+    )
+    with urllib.request.urlopen(asked, timeout=90) as answer:
+        found = json.load(answer)
+    about = found["meta_info"]
+    return Found(found["output_ids"], [each[0] for each in about["output_token_logprobs"]], about)
+
+
+def ask(servers: Servers, prompt: Sequence[int], keep: str, kept: Any = None, **fields: Any) -> tuple[Found, int]:
+    """Decode's answer, which it keeps, and how many tokens prefill did not compute. Its own cache has none; it takes the state
+    that is `kept` of another request.
+    """
+    servers.prefill.flush()
+    where = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": servers.prefill.bootstrap_port,
+        "bootstrap_room": next(ROOMS),
+        **fields,
+    }
+    with ThreadPoolExecutor() as pool:
+        prefilled = pool.submit(generate, servers.prefill, prompt, {"disagg_kept": kept} if kept else {}, **where)
+        found = generate(servers.decode, prompt, {"disagg_keep": keep}, **where)
+        about = prefilled.result().about
+    return found, about["cached_tokens"]
+
+
+def tell(server: Server, **told: str) -> Any:
+    """What a decode server answers to what it is told."""
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": next(ROOMS)}
+    about = generate(server, [0], {f"disagg_{name}": value for name, value in told.items()}, max_tokens=1, **room).about
+    (found,) = about["disagg_not_stopped" if "stop_request_id" in told else "disagg_kept"]
+    return found
+
+
+def check(servers: Servers, prompt: Sequence[int], found: Found) -> None:
+    right = generate(servers.alone, prompt, max_tokens=len(found.tokens))
+    assert found.tokens == right.tokens
+    assert found.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+
+
+def wait_given_back(server: Server) -> None:
+    """SGLang ends if a page is missing when it empties its pools."""
+    server.flush()
+    server.wait_ready()
+
+
+def test_turns_continue_on_prefill(servers: Servers) -> None:
+    """Prefill computes nothing that decode has, but a part of a page. It takes nothing else."""
+    history, *more = prompts((70, *[13] * 7), seed=61)
+    kept, num_kept = None, 0
+    for number, user in enumerate([[], *more], 1):
+        history = [*history, *user]
+        found, cached = ask(servers, history, f"{number:032x}", kept)
+        check(servers, history, found)
+        assert cached == num_kept // PAGE_SIZE * PAGE_SIZE
+        kept = tell(servers.decode, kept_request_id=f"{number:032x}")
+        num_kept = len(history) + len(found.tokens) - 1
+        assert kept["remote_num_tokens"] == num_kept
+        history += found.tokens
+    wait_given_back(servers.decode)
+
+
+def test_an_edited_history_takes_the_common_beginning(servers: Servers) -> None:
+    text, other = prompts((200, 60), seed=62)
+    for number, common in enumerate((10, 64, 130, 199), 32):
+        before, _ = ask(servers, text, f"{number:032x}")
+        kept = tell(servers.decode, kept_request_id=f"{number:032x}")
+        assert kept["remote_num_tokens"] == len(text) + len(before.tokens) - 1
+        later = [*text[:common], *other]
+        found, cached = ask(servers, later, f"{2 * number:032x}", kept)
+        check(servers, later, found)
+        assert cached == common // 64 * 64
+    wait_given_back(servers.decode)
+
+
+def test_a_hand_over_is_used_once(servers: Servers) -> None:
+    """Whoever comes later, or with a hand-over of nobody, computes."""
+    (text, tail) = prompts((150, 20), seed=63)
+    before, _ = ask(servers, text, f"{200:032x}")
+    kept = tell(servers.decode, kept_request_id=f"{200:032x}")
+    later = [*text, *before.tokens, *tail]
+    nobody = {**kept, "remote_request_id": "ab" * 16}
+    damaged = {**kept, "remote_beginnings": "not hexadecimal"}
+    vanished = {**kept, "remote_address": "tcp://127.0.0.1:1", "remote_engine_id": "vanished"}
+    for number, (given, expected) in enumerate(
+        (
+            (kept, 160),
+            (kept, 0),
+            (nobody, 0),
+            (damaged, 0),
+            (vanished, 0),
+            ({"do_remote_prefill": True}, 0),
+            ("text", 0),
+            (7, 0),
+        ),
+        65,
+    ):
+        found, cached = ask(servers, later, f"{number:032x}", given)
+        check(servers, later, found)
+        assert cached == expected, given
+    wait_given_back(servers.decode)
+    wait_given_back(servers.prefill)
+
+
+def test_what_is_not_kept(servers: Servers) -> None:
+    """Ids that cannot be, more tokens than the share, and what a flush has given up."""
+    (text, long) = prompts((40, 1100), seed=64)
+    for keep in ("abc", "AB" * 16):
+        check(servers, text, ask(servers, text, keep)[0])
+        assert tell(servers.decode, kept_request_id=keep) is None
+    check(servers, long, ask(servers, long, f"{81:032x}")[0])
+    assert tell(servers.decode, kept_request_id=f"{81:032x}") is None
+    assert "kept_share" in servers.decode.log()
+    ask(servers, text, f"{82:032x}")
+    assert tell(servers.decode, kept_request_id=f"{82:032x}")
+    wait_given_back(servers.decode)
+    assert tell(servers.decode, kept_request_id=f"{82:032x}") is None
+
+
+def test_the_oldest_goes_first(servers: Servers) -> None:
+    """Within the share, and for requests that need the memory."""
+    texts = prompts((300,) * 4, seed=65)
+    names = [f"{number:032x}" for number in range(90, 94)]
+    for text, name in zip(texts, names, strict=True):
+        ask(servers, text, name, max_tokens=4)
+    assert [tell(servers.decode, kept_request_id=name) is not None for name in names] == [False, True, True, True]
+    (long,) = prompts((1400,), seed=66)
+    found, _ = ask(servers, long, f"{95:032x}", max_tokens=4)
+    check(servers, long, found)
+    assert [tell(servers.decode, kept_request_id=name) for name in names] == [None] * 4
+    wait_given_back(servers.decode)
+
+
+def stopped(server: Server, prompt: Sequence[int], room: int, port: int, num_tokens: int, total: int) -> tuple[Found, str]:
+    """The answer of a request that is stopped once it has that many tokens, or the reason why it is not."""
+    name = f"{room:032x}"
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room, "stream": True}
+    asked = urllib.request.Request(
+        f"{server.url}/generate", data=body_of(prompt, {"disagg_move_id": name}, total, **where), headers=JSON
+    )
+    found, reason = Found([], [], {}), "not asked"
+    with urllib.request.urlopen(asked, timeout=90) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            about = event["meta_info"]
+            found = Found(event["output_ids"], [each[0] for each in about["output_token_logprobs"]], about)
+            if reason == "not asked" and len(found.tokens) >= num_tokens:
+                reason = tell(server, stop_request_id=name)
+    return found, reason
+
+
+@pytest.mark.parametrize("is_back", [False, True], ids=["to TP 2", "back to TP 1"])
+def test_a_running_request_moves(servers: Servers, is_back: bool) -> None:
+    """At every eighth step: the other server's answer goes on with the last token of the one that has stopped."""
+    source, target = (servers.other, servers.decode) if is_back else (servers.decode, servers.other)
+    (text,) = prompts((75,), seed=67)
+    total, num_moved = 64, 0
+    for num_tokens in range(1, total, 8):
+        room = next(ROOMS)
+        with ThreadPoolExecutor() as pool:
+            where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.prefill.bootstrap_port, "bootstrap_room": room}
+            prefilled = pool.submit(generate, servers.prefill, text, {}, max_tokens=total, **where)
+            first, reason = stopped(source, text, room, servers.prefill.bootstrap_port, num_tokens, total)
+            prefilled.result()
+        if reason:
+            assert reason == "no such request is being answered"
+            assert len(first.tokens) == total
+            continue
+        assert first.about["finish_reason"]["type"] == "length"
+        if len(first.tokens) == total:
+            continue
+        num_moved += 1
+        kept = tell(source, kept_request_id=f"{room:032x}")
+        assert kept["remote_num_tokens"] == len(text) + len(first.tokens) - 1
+        address = URL(kept["remote_address"])
+        rest = generate(
+            target,
+            [*text, *first.tokens[:-1]],
+            max_tokens=total - len(first.tokens) + 1,
+            bootstrap_host=f"{kept['remote_engine_id']}@{address.host}",
+            bootstrap_port=address.port,
+            bootstrap_room=room,
+        )
+        assert rest.tokens[0] == first.tokens[-1]
+        whole = Found([*first.tokens, *rest.tokens[1:]], [*first.logprobs, *rest.logprobs[1:]], {})
+        assert len(whole.tokens) == total
+        check(servers, text, whole)
+    assert num_moved >= 4
+    assert num_computed(target) == (0, 0)
+    wait_given_back(source)
+    wait_given_back(target)
