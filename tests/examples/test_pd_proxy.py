@@ -998,24 +998,47 @@ def test_a_conversation_keeps_its_name_when_its_client_moves_a_mark() -> None:
     assert len(set(asked())) == 3
 
 
-def test_nothing_is_kept_if_only_sglang_could_take_it() -> None:
-    async def answers(_: web.Request, asked: Asked) -> web.StreamResponse:
-        return web.json_response(
-            {"rank_ip": "127.0.0.1", "rank_port": 7000} if asked.path.startswith("/route") else {"choices": []}
-        )
+@pytest.mark.parametrize("of_vllm", ["", "prefill", "decode"])
+def test_sglang_keeps_and_takes(of_vllm: str) -> None:
+    """It is told so in `custom_params`, beside what the client says there, except for such fields."""
+
+    async def keeps_too(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.path != "/generate":
+            return await decodes(request, asked)
+        by = asked.body["sampling_params"]["custom_params"]["disagg_kept_request_id"]
+        return web.json_response({"output_ids": [0], "meta_info": {"disagg_kept": [{**KEPT, "by": by}]}})
+
+    async def prefills_too(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.path.startswith("/route"):
+            return web.json_response({"rank_ip": "127.0.0.1", "rank_port": 7000})
+        return await decodes(request, asked)
 
     async def scenario(pair: Pair) -> None:
-        prefill.info = web.json_response({"disaggregation_bootstrap_port": int(prefill.url.rpartition(":")[2])})
-        body = {"model": "model", "messages": [{"role": "user", "content": "one"}]}
-        for _ in range(2):
-            async with pair.client.post("/v1/chat/completions", json=body) as answer:
+        if of_vllm != "prefill":
+            port = int(pair.prefill.url.rpartition(":")[2])
+            pair.prefill.info = web.json_response({"disaggregation_bootstrap_port": port, "internal_states": []})
+        first = [{"role": "user", "content": "one"}]
+        later = [*first, {"role": "assistant", "content": "edited"}, {"role": "user", "content": "two"}]
+        own = {} if of_vllm else {"custom_params": {"own": 1, "disagg_kept": {"remote_address": "of a client"}}}
+        for messages in (first, later):
+            async with pair.client.post("/v1/chat/completions", json={"messages": messages, **own}) as answer:
                 assert answer.status == 200
-        first, second = pair.decode.bodies("/v1/chat/completions")
-        assert "keep" in first["kv_transfer_params"], "nothing was known of prefill"
-        assert "keep" not in second["kv_transfer_params"]
+        (_, prefilled), (decoded, _) = pair.prefill.bodies(path), pair.decode.bodies(path)
+        if of_vllm == "decode":
+            keep = decoded["kv_transfer_params"]["keep"]
+        else:
+            keep = decoded["custom_params"]["disagg_keep"]
+            assert decoded["custom_params"] == {"disagg_keep": keep, **({} if of_vllm else {"own": 1})}
+        if of_vllm == "prefill":
+            assert prefilled["kv_transfer_params"]["kept"] == {**KEPT, "by": keep}
+            assert "custom_params" not in prefilled
+        else:
+            expected = {"disagg_kept": {**KEPT, "by": keep}, **({} if of_vllm else {"own": 1})}
+            assert prefilled["custom_params"] == expected
 
-    prefill = sglang(answers)
-    run(scenario, prefill, StandIn(keeps), keep=True)
+    path = "/v1/chat/completions"
+    prefill = StandIn(prefills) if of_vllm == "prefill" else sglang(prefills_too)
+    run(scenario, prefill, StandIn(keeps) if of_vllm == "decode" else sglang(keeps_too), keep=True)
 
 
 def test_several_answers_are_not_kept() -> None:

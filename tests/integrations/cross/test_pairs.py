@@ -234,6 +234,52 @@ def test_state_of_another_prompt_is_not_taken(servers: Servers) -> None:
         check([servers.vllm.complete(one, cache_salt="alone")], [answered.result()])
 
 
+def test_a_turn_goes_on_at_the_other_engine(servers: Servers) -> None:
+    """With what the first turn's server has kept, if it is of full attention only: SGLang keeps and takes no windows."""
+    is_full = servers.pair.model == "llama"
+    (text, tail) = prompts((300, 30), seed=37)
+    vllm, prefill, decode = servers.vllm, servers.sglang_prefill, servers.sglang_decode
+
+    def at_sglang(prompt: list[int], keep: str, kept: Any = None) -> tuple[list[int], int]:
+        """The answer, which decode keeps, and how many tokens prefill did not compute."""
+        prefill.flush()
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": next(ROOMS)}
+        with ThreadPoolExecutor() as pool:
+            told = {"disagg_kept": kept} if kept else {}
+            prefilled = pool.submit(generate, prefill, prompt, told, **where)
+            found = generate(decode, prompt, {"disagg_keep": keep}, **where)
+            return found["output_ids"], prefilled.result()["meta_info"]["cached_tokens"]
+
+    first = vllm.complete(text, cache_salt="alone").tokens
+    whole = [*text, *first, *tail]
+    second = vllm.complete(whole, cache_salt="alone")
+
+    assert at_sglang(text, "a" * 32) == (first, 0)
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": next(ROOMS)}
+    (kept,) = generate(decode, [0], {"disagg_kept_request_id": "a" * 32}, 1, **room)["meta_info"]["disagg_kept"]
+    assert (kept is not None) is is_full
+    moved = vllm.num_moved()
+    found = vllm.complete(whole, kv_transfer_params={"kept": kept} if kept else None)
+    check([second], [found])
+    assert vllm.num_moved() - moved == (len(text) + len(first) - 1 if is_full else 0)
+
+    with vllm.ask(text, max_tokens=16, stream=False, kv_transfer_params={"keep": True}) as answer:
+        kept = json.load(answer)["kv_transfer_params"]["kept"]
+    tokens, cached = at_sglang(whole, "b" * 32, kept)
+    assert tokens == second.tokens
+    page_size = int(servers.pair.sglang_prefill[1])
+    assert cached == ((len(text) + len(first) - 1) // page_size * page_size if is_full else 0)
+
+
+def generate(server: Server, prompt: list[int], told: dict[str, Any], max_tokens: int = 16, **where: Any) -> Any:
+    """An SGLang server's answer to a request that tells its backend something."""
+    params = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True, "custom_params": told}
+    body = json.dumps({"input_ids": prompt, "sampling_params": params, **where}).encode()
+    asked = urllib.request.Request(f"{server.url}/generate", data=body, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        return json.load(answer)
+
+
 def test_clients_that_leave(servers: Servers) -> None:
     """Their requests end on both servers, and others are answered."""
     (prompt,) = prompts((1100,), seed=34)
