@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from vllm.config import SpeculativeConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -121,7 +123,8 @@ class Rank:
 
 class Server:
     """The ranks of one server. `options` are `tp`, `dcp`, `interleave`, `block_size`, `layout`, `num_blocks`, `hybrid`,
-    `dtype` (the model's) and `kernel_blocks`, by group.
+    `dtype` (the model's), `kernel_blocks`, by group, and `draft`, the fields of the draft model's configuration: then layers
+    after the model's own draft.
     """
 
     def __init__(self, layers: Sequence[Layer], *, model: Mapping[str, Any], **options: Any) -> None:
@@ -276,5 +279,33 @@ def _config(server: Server) -> Any:
             num_gpu_blocks_override=options["num_blocks"],
             prefix_cache_retention_interval=None,
         ),
-        speculative_config=None,
+        speculative_config=_speculation(options),
     )
+
+
+def _speculation(options: Mapping[str, Any]) -> Any:
+    draft = options.get("draft")
+    if draft is None:
+        return None
+    config = transformers.PreTrainedConfig(**draft)
+    model = SimpleNamespace(
+        model="no folder",
+        revision=None,
+        hf_config=config,
+        hf_text_config=config,
+        max_model_len=512,
+        using_transformers_backend=lambda: False,
+        get_total_num_kv_heads=lambda: draft.get("num_key_value_heads", 1),
+    )
+    fields = {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+        "parallel_drafting": False,
+        "use_heterogeneous_vocab": False,
+        "draft_parallel_config": SimpleNamespace(tensor_parallel_size=options["tp"]),
+        "draft_model_config": model,
+    }
+    found = object.__new__(SpeculativeConfig)
+    for name, value in fields.items():
+        object.__setattr__(found, name, value)
+    return found

@@ -54,6 +54,49 @@ def caches_of(recipe: Recipe, dtype: str) -> tuple[list[Layer], Mapping[str, Any
     return layers, {"model_type": "other", "num_hidden_layers": 4, "num_key_value_heads": heads, **fields}
 
 
+def draft_of(recipe: Recipe, dtype: str) -> tuple[list[Layer], dict[str, Any]] | None:
+    """The layer that a recipe's draft model has after the model's four, and the fields of its configuration that matter. `None`
+    if it has several, which are refused.
+    """
+    heads = recipe.kv_heads
+    made: dict[str, tuple[list[Layer], dict[str, Any]]] = {
+        "gqa": (gqa((4,), heads, 32, dtype=dtype), {"num_key_value_heads": heads}),
+        "m3": (gqa((4,), heads, 32, dtype=dtype), {"num_key_value_heads": heads}),
+        "gdn": (gqa((4,), heads, 32, dtype=dtype), {"num_key_value_heads": heads}),
+        "mimo": (
+            gqa((4,), 8, 32, v_dim=16, window=24), {"num_key_value_heads": heads, "swa_num_key_value_heads": 8},
+        ),
+        "dsa": ([*mla((4,), dtype=dtype, sparse=True), *dsa_index((4,))], {"kv_lora_rank": 512}),
+        "mla": (gqa((4,), 8, 32, dtype=dtype), {"num_key_value_heads": 8}),
+        "kimi_k3": (mla((4,), 96, dtype=dtype), {"kv_lora_rank": 64}),
+        "v4": (v4((1, 4, 128, 4, 1))[-1:], {"kv_lora_rank": 512}),
+    }  # fmt: skip
+    if recipe.drafts == "EAGLE":  # of a model with latents, as the model itself
+        return mla((4,), 96, dtype=dtype), {"kv_lora_rank": 64}
+    return made.get(recipe.caches)
+
+
+@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.drafts], ids=lambda recipe: recipe.model)
+def test_draft_layers_of_a_recipe(recipe: Recipe) -> None:
+    """They are moved with the model's, and left out between servers of which one has none."""
+    for dtype in recipe.dtypes:
+        found = draft_of(recipe, dtype)
+        if found is None:
+            assert recipe.caches in ("windows", "inkling")
+            continue
+        (draft, fields), (layers, model) = found, caches_of(recipe, dtype)
+        options = {"layout": "BLHNC", "num_blocks": 192, "block_size": 256 if recipe.caches == "v4" else 64}
+        for pools in POOLS:
+            both = [Server([*layers, *draft], model=model, **options, **pool, draft=fields) for pool in pools]
+            assert all(any(cache.name.startswith("draft.") for cache in server.ranks[0].caches) for server in both)
+            check_move(*both, num_tokens=150, chunk=64)
+        prefill, decode = (
+            Server([*layers, *draft], model=model, **options, draft=fields),
+            Server(layers, model=model, **options),
+        )
+        check_move(prefill, decode, num_tokens=150, chunk=64)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.model)
 def test_recipe(recipe: Recipe) -> None:
     for dtype in recipe.dtypes:
