@@ -29,8 +29,8 @@ class Agreements:
 
     def __init__(self, local: LocalRank) -> None:
         self._local = local
-        self._found: OrderedDict[bytes, Future[Agreement | str]] = OrderedDict()
-        self._comparing: dict[str, Future[Agreement | str]] = {}
+        self._found: OrderedDict[bytes, Future[Agreement | str | None]] = OrderedDict()
+        self._comparing: dict[str, Future[Agreement | str | None]] = {}
 
     def get(self, table: bytes, instance: str) -> Agreement:
         """Raises `Undecided` while it is being computed, `LayoutError` if the layouts do not match."""
@@ -52,17 +52,22 @@ class Agreements:
             raise Undecided("the layouts of both sides are being compared")
         self._found.move_to_end(table)
         agreement = known.result()
+        if agreement is None:
+            del self._found[table]
+            raise Undecided("there was no memory to compare the layouts of both sides", retry_s=0.5)
         if isinstance(agreement, str):
             raise LayoutError(agreement)
         if agreement.num_ranks > MAX_RANKS:
             raise LayoutError(f"layout table: expected at most {MAX_RANKS} ranks, found {agreement.num_ranks}")
         return agreement
 
-    def _compare(self, table: bytes, result: Future[Agreement | str]) -> None:
-        """In a thread of its own. Of an error only the text is kept: its frames hold the table."""
+    def _compare(self, table: bytes, result: Future[Agreement | str | None]) -> None:
+        """In a thread of its own. Of an error only the text is kept: its frames hold the table. `None`: try again."""
         try:
             result.set_result(Agreement.between(self._local, table))
         except LayoutError as error:
             result.set_result(str(error))
+        except MemoryError:
+            result.set_result(None)
         except Exception as error:  # noqa: BLE001 (raised again by `get`)
             result.set_result(f"layout table: {type(error).__name__}: {error}")

@@ -63,14 +63,16 @@ class RequestTable:
 
     def add(self, handle: Receiver | Sender, ending: Ending) -> None:
         """Raises `LocalProtocolError` if the attempt is under way, another request holds a row, or the manager drains."""
-        if self._draining:
-            raise LocalProtocolError("the manager is draining: it takes no new requests")
         request = Request(handle, ending)
-        known = self._places.setdefault(handle.place, request)
+        with self._lock:  # `drain` waits for all that were added before
+            if self._draining:
+                raise LocalProtocolError("the manager is draining: it takes no new requests")
+            known = self._places.setdefault(handle.place, request)
+            if known is request:
+                self._requests[handle.lease] = request
         if known is not request:
             state = "was already used" if known.ended else "is under way"
             raise LocalProtocolError(f"request {handle.key}: this attempt {state}; use a new attempt number")
-        self._requests[handle.lease] = request
         try:
             request.held = self._held_rows.take(handle) if isinstance(handle, Receiver) else self._held_rows.open(handle)
         except BaseException:
@@ -121,7 +123,8 @@ class RequestTable:
         return self._draining
 
     def drain(self, timeout_s: float) -> bool:
-        self._draining = True
+        with self._lock:
+            self._draining = True
         deadline = time.monotonic() + timeout_s
         for request in tuple(self._requests.values()):  # also those that end just now: their events come first
             if request.ending.wait(max(0.0, deadline - time.monotonic())) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -71,11 +72,11 @@ def test_an_instance_of_too_many_ranks_is_refused() -> None:
 
 def test_an_unforeseen_error_concerns_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Agreement:
-        raise MemoryError("no room")
+        raise RuntimeError("no room")
 
     found = Agreements(local_rank())
     monkeypatch.setattr(Agreement, "between", fail)
-    with pytest.raises(LayoutError, match="MemoryError: no room"):
+    with pytest.raises(LayoutError, match="RuntimeError: no room"):
         decided(found, b"table")
 
 
@@ -90,6 +91,20 @@ def test_tables_of_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(LayoutError):
             decided(found, bytes([number]) * 30)
         assert sum(map(len, found._found)) <= 100
+
+
+def test_a_lack_of_memory_does_not_refuse_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, encoded = Agreements(local_rank()), local_rank(2).table.encode()
+
+    def reason() -> str:
+        with pytest.raises(Undecided) as undecided:
+            found.get(encoded, "p")
+        return str(undecided.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Agreement, "between", Mock(side_effect=MemoryError))
+        until(lambda: "no memory" in reason())
+    assert decided(found, encoded).num_ranks == 2
 
 
 def test_only_a_few_tables_are_compared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
