@@ -211,7 +211,7 @@ def tell(request: Any, keeper: Keeper) -> bool:
     if not (stopped or wanted):
         return False
     found = {NOT_STOPPED: [keeper.stop(str(stopped))]} if stopped else {KEPT: [keeper.answer(str(wanted))]}
-    request.output_ids.append(int(request.origin_input_ids[0]))  # SGLang gives such information with a token only
+    request.output_ids.append(0)  # SGLang gives such information with a token only
     request.finished_reason, request.customized_info = FINISH_LENGTH(length=1), found
     return True
 
