@@ -253,6 +253,18 @@ class PeerTable:
             self._links.greet_soon(link, now)
         return accepted.peer
 
+    def on_late(self, message: AnyMessage, now: float) -> None:
+        """The first message of a connection that ended before it was read, so that nobody hears an answer. Its process has
+        ended, or says hello again.
+        """
+        if not isinstance(message, Hello):
+            return
+        peer = PeerRank(message.instance, message.rank)
+        link = self.link(peer)
+        if link is not None and link.epoch == message.epoch and self._inbound.of(peer) is None:
+            link.end(now + CLOSED_GRACE_S)
+            self._links.greet_soon(link, now)
+
     def on_ended(self, peer: PeerRank, epoch: int, now: float) -> None:
         """The process of a rank is proved to have ended. Nothing it sent is accepted from now on."""
         accepted, link = self._inbound.of(peer), self.link(peer)

@@ -30,7 +30,7 @@ from disagg.machine.tcp import new_listeners, retransmit_soon
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime.keys import KeyPair, authenticator
 from disagg.runtime.monitor import Monitor
-from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
+from disagg.runtime.wire import Arrival, Closed, Inbound, Late, Reply
 
 logger = ThreadLog(__name__)
 FAILED_PAUSE_S = 0.01
@@ -242,7 +242,7 @@ class Channel:
             if len(frames) == 1:
                 yield Reply(dial, frames[0].bytes)
 
-    def _inbound(self) -> Iterator[Inbound | Closed]:
+    def _inbound(self) -> Iterator[Inbound | Late | Closed]:
         for frames in _frames(self._router):
             if len(frames) < 2:
                 continue
@@ -253,7 +253,8 @@ class Channel:
             if not self._monitor.hears(connection):
                 yield from self._ended()
                 if not self._monitor.add(connection, _descriptor_of(frames[1])):
-                    continue  # it has ended, so its hello cannot be answered
+                    yield Late(frames[1].bytes)
+                    continue
             if self._keys is not None:
                 user = str(frames[1].get("User-Id"))
             for frame in frames[1:]:

@@ -41,7 +41,7 @@ from disagg.runtime.handshake import Handshake
 from disagg.runtime.probes import Probes
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
-from disagg.runtime.wire import Arrival, Closed, Inbound, Reply, Wire
+from disagg.runtime.wire import Arrival, Closed, Late, Reply, Wire
 
 logger = ThreadLog(__name__)
 
@@ -92,7 +92,9 @@ class Dispatch:
                 self._connections.check_soon()
             return False
         try:
-            is_stranger = isinstance(arrived, Inbound) and not self._peers.accepts(arrived.connection)
+            is_stranger = not isinstance(arrived, Reply) and (
+                isinstance(arrived, Late) or not self._peers.accepts(arrived.connection)
+            )
             message = decode(arrived.data, most=MAX_HELLO_NBYTES if is_stranger else MAX_MESSAGE_NBYTES)
             if isinstance(arrived, Reply):
                 answering = self._peers.expected_at(arrived.dial)
@@ -100,6 +102,9 @@ class Dispatch:
                 if answering is not None and isinstance(message, Reject | Welcome):
                     self._on_peer_changed(answering.instance)
                     self.announce(answering)
+                return False
+            if isinstance(arrived, Late):
+                self._peers.on_late(message, now)
                 return False
             peer = self._peers.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:

@@ -18,6 +18,12 @@ class Inbound(msgspec.Struct, frozen=True):
     data: bytes
 
 
+class Late(msgspec.Struct, frozen=True):
+    """A message on a connection that a peer opened, and that ended before it was read."""
+
+    data: bytes
+
+
 class Reply(msgspec.Struct, frozen=True):
     """A message on connection `dial`, which this side opened."""
 
@@ -29,7 +35,7 @@ class Closed(msgspec.Struct, frozen=True):
     connection: bytes
 
 
-Arrival = Inbound | Reply | Closed
+Arrival = Inbound | Late | Reply | Closed
 
 
 class Wire(Protocol):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 from unittest.mock import ANY
 
@@ -26,7 +27,7 @@ from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
 from disagg.runtime.endless import MAX_UNKNOWN_NBYTES
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.monitor import _is_later
-from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
+from disagg.runtime.wire import Arrival, Closed, Inbound, Late, Reply
 from tests.support.tcp import longest_waits_ms
 
 DIAL = 3
@@ -162,6 +163,7 @@ def test_a_connection_outlives_an_earlier_one_of_its_descriptor_whose_message_is
         later = next(arrivals)
         assert isinstance(later, Inbound)
         assert later.data == b"later"
+        assert next(arrivals) == Late(b"earlier")
         print(file=clients, flush=True)
         assert next(arrivals) == Inbound(later.connection, "", b"again")
 
@@ -298,6 +300,30 @@ def sent_until_it_is_ended(hostile: socket.socket, server: Channel, frame: bytes
             return number
         list(server.poll(0.0))
     return 2_000
+
+
+def test_a_hello_of_a_connection_that_has_ended_is_late() -> None:
+    """The server was busy meanwhile."""
+    server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
+    client.connect(DIAL, server.address)
+    client.send(DIAL, b"hello")
+    client.send(DIAL, b"goodbye")
+    client.close()
+    port = int(server.address.rpartition(":")[2])
+    until_s = time.monotonic() + 30
+    while any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] in OPEN for line in kernels_sockets()):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert until(server, 1)[0] == Late(b"hello")
+    server.close()
+
+
+OPEN = ("01", "08")
+"""Established, and closed by the other side only, as the kernel writes it."""
+
+
+def kernels_sockets() -> list[str]:
+    return Path("/proc/net/tcp").read_text().splitlines()[1:]
 
 
 def test_a_connection_whose_message_does_not_end_is_ended(
