@@ -243,7 +243,8 @@ def test_a_turn_goes_on_at_the_other_engine(servers: Servers) -> None:
     def at_sglang(prompt: list[int], keep: str, kept: Any = None) -> tuple[list[int], int]:
         """The answer, which decode keeps, and how many tokens prefill did not compute."""
         prefill.flush()
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": next(ROOMS)}
+        port, room = prefill.bootstrap_port, next(ROOMS)
+        where: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
         with ThreadPoolExecutor() as pool:
             told = {"disagg_kept": kept} if kept else {}
             prefilled = pool.submit(generate, prefill, prompt, told, **where)
@@ -255,8 +256,8 @@ def test_a_turn_goes_on_at_the_other_engine(servers: Servers) -> None:
     second = vllm.complete(whole, cache_salt="alone")
 
     assert at_sglang(text, "a" * 32) == (first, 0)
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": next(ROOMS)}
-    (kept,) = generate(decode, [0], {"disagg_kept_request_id": "a" * 32}, 1, **room)["meta_info"]["disagg_kept"]
+    room: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": next(ROOMS)}
+    (kept,) = generate(decode, [0], {"disagg_kept_request_id": "a" * 32}, max_tokens=1, **room)["meta_info"]["disagg_kept"]
     assert (kept is not None) is is_full
     moved = vllm.num_moved()
     found = vllm.complete(whole, kv_transfer_params={"kept": kept} if kept else None)
@@ -271,7 +272,7 @@ def test_a_turn_goes_on_at_the_other_engine(servers: Servers) -> None:
     assert cached == ((len(text) + len(first) - 1) // page_size * page_size if is_full else 0)
 
 
-def generate(server: Server, prompt: list[int], told: dict[str, Any], max_tokens: int = 16, **where: Any) -> Any:
+def generate(server: Server, prompt: list[int], told: dict[str, Any], *, max_tokens: int = 16, **where: Any) -> Any:
     """An SGLang server's answer to a request that tells its backend something."""
     params = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True, "custom_params": told}
     body = json.dumps({"input_ids": prompt, "sampling_params": params, **where}).encode()

@@ -52,13 +52,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISAGG_VERIFY", "full")
 
-        def start(*options: str, mode: str | None = None, **environ: str) -> Server:
-            return stack.enter_context(Server.sglang(model, *options, mode=mode, **environ)).wait_ready(timeout_s=300)
+        def start(*options: str, mode: str | None = None, share: str = "0.25") -> Server:
+            server = Server.sglang(model, *options, mode=mode, DISAGG_KEPT_SHARE=share)
+            return stack.enter_context(server).wait_ready(timeout_s=300)
 
         yield Servers(
             start(),
             start("--tp", "2", "--page-size", str(PAGE_SIZE), mode="prefill"),
-            start("--page-size", "32", "--max-total-tokens", "2048", mode="decode", DISAGG_KEPT_SHARE="0.5"),
+            start("--page-size", "32", "--max-total-tokens", "2048", mode="decode", share="0.5"),
             start("--tp", "2", "--page-size", "8", cached, mode="decode"),
         )
 

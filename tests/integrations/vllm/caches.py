@@ -213,6 +213,11 @@ def check_move(prefill: Server, decode: Server, *, num_tokens: int, start: int =
         assert not len(wrong), f"rank {rank.number}: {len(wrong)} bytes differ, the first at {int(wrong[0])}"
 
 
+def groups_of_stage(server: Server, specs: Mapping[str, KVCacheSpec]) -> list[Any]:
+    """VLLM's groups of a pipeline stage with these layers."""
+    return list(kv_cache_utils._project_kv_cache_groups_to_worker(server.kv.kv_cache_groups, specs))
+
+
 def _chunks(cache: Cache, need: tuple[int, int], chunk: int | None) -> list[tuple[int, int]]:
     if chunk is None or not cache.group.is_incremental:
         return [need]

@@ -17,7 +17,7 @@ from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManag
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.integrations.vllm.groups import Kind, component_names, read_groups, shapes_of
 from disagg.integrations.vllm.identity import _kv_scales
-from tests.integrations.vllm.caches import Layer, Server, check_move, kv_cache_utils
+from tests.integrations.vllm.caches import Layer, Server, check_move, groups_of_stage
 from tests.integrations.vllm.kinds import (
     convolved,
     dsa_index,
@@ -339,7 +339,7 @@ def test_stages_name_components_as_one_stage_does(first: Options, others: Option
     stages = []
     for numbers in (range(boundary), range(boundary, 6)):
         own = {name: spec for name, spec in specs.items() if extract_layer_index(name) in numbers}
-        groups = kv_cache_utils._project_kv_cache_groups_to_worker(server.kv.kv_cache_groups, own)
+        groups = groups_of_stage(server, own)
         stages.append(read_groups(replace(server.kv, kv_cache_groups=groups)))
     shapes = [shapes_of(groups, num_layers=6) for groups in stages]
     named = [name for groups in stages for _, name, _ in component_names(groups, num_layers=6, stages=shapes)]
