@@ -5,77 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-STATE_FIELDS = {
-    "layer_types": "kinds of layers",
-    "layers_block_type": "kinds of layers",
-    "hybrid_override_pattern": "kinds of layers",
-    "attn_type_list": "kinds of layers",
-    "attn_layer_indices": "attention in some layers only",
-    "attn_layer_period": "attention in some layers only",
-    "global_attn_every_n_layers": "attention in some layers only",
-    "sliding_window": "sliding-window attention",
-    "sliding_window_layers": "sliding-window attention",
-    "sliding_window_pattern": "sliding-window attention",
-    "attention_window_size": "sliding-window attention",
-    "attention_chunk_size": "chunked attention",
-    "kv_lora_rank": "latent attention",
-    "index_topk": "index keys",
-    "index_head_dim": "index keys",
-    "index_topk_freq": "index keys in some layers only",
-    "index_topk_pattern": "index keys in some layers only",
-    "indexer_types": "index keys in some layers only",
-    "index_kpool": "pooled index keys",
-    "sparse_attention_config": "index keys",
-    "compress_ratios": "compressed attention",
-    "compress_rates": "compressed attention",
-    "linear_attn_config": "linear attention",
-    "linear_num_heads": "linear attention",
-    "linear_num_value_heads": "linear attention",
-    "mamba_d_state": "a recurrent state",
-    "ssm_state_size": "a recurrent state",
-    "state_size": "a recurrent state",
-    "conv_L_cache": "a convolution state",
-    "conv_window": "a convolution state",
-    "interleaved_sliding_window": "sliding-window attention",
-    "window_size": "sliding-window attention",
-    "num_sink_tokens": "sink tokens",
-    "layer_group_size": "attention in some layers only",
-    "block_types": "kinds of layers",
-    "hybrid_layer_pattern": "kinds of layers",
-    "sliding_window_size": "sliding-window attention",
-    "local_attention": "sliding-window attention",
-    "conv1d_width": "a convolution state",
-    "conv_kernel": "a convolution state",
-    "conv_kernel_size": "a convolution state",
-    "short_conv_kernel_size": "a convolution state",
-    "mamba_d_conv": "a convolution state",
-    "ple_layer_ids": "a convolution state",
-    "cca_time0": "a convolution state",
-    "linear_key_head_dim": "linear attention",
-    "linear_head_dim": "linear attention",
-    "num_kv_shared_layers": "layers that share another's KV",
-    "kv_source_layers": "layers that share another's KV",
-    "indexer_head_dim": "index keys",
-    "kv_sharing_modes": "layers that share another's KV",
-    "cla_share_factor": "layers that share another's KV",
-    "block_configs": "layers of different sizes",
-    "block_overrides": "layers of different sizes",
-    "per_layer_config": "layers of different sizes",
-    "num_key_value_heads_per_layer": "layers of different sizes",
-    "num_global_key_value_heads": "layers of different sizes",
-    "num_query_groups": "another name for KV heads",
-    "multi_query_group_num": "another name for KV heads",
-    "global_head_dim": "layers of different sizes",
-    "swa_num_key_value_heads": "layers of different sizes",
-    "swa_head_dim": "layers of different sizes",
-    "swa_v_head_dim": "layers of different sizes",
-    "attention_other_setting": "layers of different sizes",
-    "use_bidirectional_attention": "bidirectional attention",
-    "is_encoder_decoder": "an encoder",
-    "encoder_layers": "an encoder",
-    "add_cross_attention": "cross-attention",
-    "cross_attention_layers": "cross-attention",
-}  # fmt: skip
+_FIELDS = {
+    "kinds of layers": "layer_types layers_block_type hybrid_override_pattern attn_type_list block_types hybrid_layer_pattern",
+    "attention in some layers only": "attn_layer_indices attn_layer_period global_attn_every_n_layers layer_group_size",
+    "sliding-window attention": (
+        "sliding_window sliding_window_layers sliding_window_pattern attention_window_size interleaved_sliding_window "
+        "window_size sliding_window_size local_attention"
+    ),
+    "chunked attention": "attention_chunk_size",
+    "latent attention": "kv_lora_rank",
+    "index keys": "index_topk index_head_dim sparse_attention_config indexer_head_dim",
+    "index keys in some layers only": "index_topk_freq index_topk_pattern indexer_types",
+    "pooled index keys": "index_kpool",
+    "compressed attention": "compress_ratios compress_rates",
+    "linear attention": "linear_attn_config linear_num_heads linear_num_value_heads linear_key_head_dim linear_head_dim",
+    "a recurrent state": "mamba_d_state ssm_state_size state_size",
+    "a convolution state": (
+        "conv_L_cache conv_window conv1d_width conv_kernel conv_kernel_size short_conv_kernel_size mamba_d_conv "
+        "ple_layer_ids cca_time0"
+    ),
+    "sink tokens": "num_sink_tokens",
+    "layers that share another's KV": "num_kv_shared_layers kv_source_layers kv_sharing_modes cla_share_factor",
+    "layers of different sizes": (
+        "block_configs block_overrides per_layer_config num_key_value_heads_per_layer num_global_key_value_heads "
+        "global_head_dim swa_num_key_value_heads swa_head_dim swa_v_head_dim attention_other_setting"
+    ),
+    "another name for KV heads": "num_query_groups multi_query_group_num",
+    "bidirectional attention": "use_bidirectional_attention",
+    "an encoder": "is_encoder_decoder encoder_layers",
+    "cross-attention": "add_cross_attention cross_attention_layers",
+}
+STATE_FIELDS: Mapping[str, str] = {field: meaning for meaning, fields in _FIELDS.items() for field in fields.split()}
 
 _HARMLESS = {"cla_share_factor": 1, "index_topk_freq": 1, "use_bidirectional_attention": "vision"}
 """Values that mean no state of their own. Tokens of an image that attend to each other have ordinary KV."""
