@@ -83,6 +83,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     reports_transfer_latency = True
     host: ClassVar[Host]
     is_checked: ClassVar[bool] = False
+    keeper: Any = None
+    taker: Any = None
     local_ip: str
     rank_port: int
     attn_dp_rank: int
@@ -92,8 +94,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.waiting: dict[int, Any] = {}
         self.has_created = False
         self.held: dict[int, list[Any]] = {}
-        self.keeper: Any = None
-        self.taker: Any = None
         self.bootstrap = BootstrapServers()
         self._served: dict[str, Served] = {}
         self._misses: dict[str, int] = {}

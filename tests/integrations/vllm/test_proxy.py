@@ -30,7 +30,7 @@ REFUSED_S = 10.0
 """How soon prefill refuses a reservation of a request that it has not got. Decode itself waits for longer."""
 SILENT_S = 10.0
 """How long decode waits for a prefill server that does not answer."""
-FREE_S = 10.0
+FREE_S = 2.0
 """How soon blocks are free after an answer or a failure: long before any time limit of the connector."""
 LOADED, FAILED = "vllm:disagg_loaded_tokens_total", "vllm:disagg_failed_loads_total"
 TEXT = "Prefill computes, decode answers. " * 9
