@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 KEEP, KEPT, KEPT_REQUEST_ID = "disagg_keep", "disagg_kept", "disagg_kept_request_id"
 MOVE_ID, STOP_REQUEST_ID, NOT_STOPPED = "disagg_move_id", "disagg_stop_request_id", "disagg_not_stopped"
+STOPPED = "disagg_stopped"
+"""Marks requests that were stopped to move."""
 MAX_TAKING_S = 600.0
 """How long a server may take it, once it has reserved."""
 SETTLE_EVERY = 8
@@ -39,8 +41,8 @@ SETTLE_EVERY = 8
 
 @dataclass(frozen=True)
 class Kept:
-    """`release` is SGLang's own of the ended request. `is_stopped`: it was stopped to move, and does not count against the
-    bound.
+    """`num_tokens` are those of its pages. `release` is SGLang's own of the ended request. `is_stopped`: it was stopped to
+    move, and does not count against the bound.
     """
 
     hand_off: HandOff
@@ -61,8 +63,6 @@ class Keeper:
         self._max_requests = int(kept_share * scheduler.req_to_token_pool.size)
         self._reason = reason_against(manager, scheduler)
         self._requests: dict[str, Kept] = {}
-        self._stopped: set[str] = set()
-        """The `rid` of requests that were stopped, and have not ended yet."""
         self._num_loops = 0
 
     def __len__(self) -> int:
@@ -72,26 +72,23 @@ class Keeper:
         """Keep a request that asks for it, or was stopped to move, and has ended normally. Its `release` is called once no
         server may read its pages any more.
         """
-        is_stopped = request.rid in self._stopped
+        is_stopped = getattr(request, STOPPED, False)
         given = asked(request, MOVE_ID if is_stopped else KEEP)
-        if not request.finished():
-            return False
-        self._stopped.discard(request.rid)
-        if not given or isinstance(request.finished_reason, FINISH_ABORT):
+        if not given or not request.finished() or isinstance(request.finished_reason, FINISH_ABORT):
             return False
         request_id = str(given)
         prompt = _answered(self._manager.host.prompt(request), request)
         reason = self._reason or problem_of_id(request_id, KEEP)
+        if request_id in self._requests:
+            reason = reason or f"another request is kept by the id {request_id}"
         if reason := reason or self._problem(request, prompt, is_stopped=is_stopped):
             logger.warning("request %s: it is not kept: %s", request.rid, reason)
             return False
+        num_tokens = self._whole_pages(prompt.num_tokens - 1)
         if not is_stopped:
-            self._make_room_within_share(prompt.num_tokens - 1)
-        if request_id in self._requests:
-            self._give_up(request_id)
-        self._requests[request_id] = Kept(
-            *self._offer(request, prompt, request_id), prompt.num_tokens - 1, time.monotonic(), release, is_stopped
-        )
+            self._make_room_within_share(num_tokens)
+        offered = self._offer(request, prompt, request_id)
+        self._requests[request_id] = Kept(*offered, num_tokens, time.monotonic(), release, is_stopped)
         return True
 
     def _problem(self, request: Any, prompt: Prompt, *, is_stopped: bool) -> str:
@@ -100,11 +97,15 @@ class Keeper:
             return "prompts of embeddings cannot be compared with longer ones"
         if not 0 < num_tokens <= request.owned_kv_len():
             return f"expected the state of {num_tokens} tokens, found that of {request.owned_kv_len()}"
-        if not is_stopped and (num_tokens > self._max_tokens or not self._max_requests):
+        if not is_stopped and (self._whole_pages(num_tokens) > self._max_tokens or not self._max_requests):
             return (
                 f"expected at most {self._max_tokens} tokens and {self._max_requests} requests (kept_share), found {num_tokens}"
             )
         return ""
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        page_size = int(self._manager.kv_args.page_size)
+        return -(-num_tokens // page_size) * page_size
 
     def _make_room_within_share(self, num_tokens: int) -> None:
         while own := {name: kept for name, kept in self._requests.items() if not kept.is_stopped}:
@@ -140,7 +141,7 @@ class Keeper:
         handle: Sender | None = None
         try:
             handle = manager.transfers.sender(
-                hand_off.request_id, peer=None, deadline_s=None, tag=nobody, label=str(request.rid)
+                hand_off.request_id, peer=None, attempt=None, deadline_s=None, tag=nobody, label=str(request.rid)
             )
             handle.send(rows, tokens=(0, num_tokens), ready=manager.host.launched())
             handle.finish({}, payload=payload.encode())
@@ -157,13 +158,13 @@ class Keeper:
         if reason := self._reason or problem_of_id(request_id, STOP_REQUEST_ID) or reason_to_stay(running[0]):
             return reason
         running[0].to_finish = FINISH_LENGTH(length=len(running[0].output_ids) + 1)
-        self._stopped.add(running[0].rid)
+        setattr(running[0], STOPPED, True)
         return ""
 
     def answer(self, request_id: str) -> dict[str, Any] | None:
         """The hand-over of a request, or `None` if it is not kept."""
         kept = self._requests.get(request_id)
-        return None if kept is None else kept.hand_off.params()
+        return None if kept is None or kept.handle is None else kept.hand_off.params()
 
     def settle(self) -> None:
         """Release requests that every rank has handed over, or that nobody took in time."""
@@ -235,16 +236,15 @@ def reason_to_stay(request: Any) -> str:
 
 
 def has_room(queue: Any) -> bool:
-    """Whether decode has pages and rows for the requests that wait for them, without evicting what it keeps."""
-    scheduler = queue.scheduler
-    waiting = [each.req for each in queue.queue if each.waiting_for_input]
-    if queue.retracted_queue:
-        return False
-    pool = scheduler.token_to_kv_pool_allocator
-    steps = queue.num_reserved_decode_tokens * (len(waiting) + len(scheduler.running_batch.reqs))
-    needed = sum(len(each.origin_input_ids) + pool.page_size for each in waiting) + steps
-    free = pool.available_size() + scheduler.tree_cache.evictable_size()
-    return not waiting or (free >= needed and scheduler.req_to_token_pool.available_size() >= len(waiting))
+    """Whether decode's queue, which has just been looked through, holds nobody up for want of pages or rows."""
+    waiting = next((each.req for each in queue.queue if each.waiting_for_input), None)
+    if waiting is None:
+        return True
+    running = sum(len(each.origin_input_ids) + len(each.output_ids) for each in queue.scheduler.running_batch.reqs)
+    pages = queue._required_alloc_tokens(fill_len=queue._pre_alloc_fill_len(waiting), prefix_len=0)
+    needed = queue._required_admission_tokens(waiting, pages, 0, running)
+    budget = queue._allocatable_token_budgets(retractable_tokens=running, count_retracted=True)
+    return bool(needed <= budget and queue.req_to_token_pool.available_size() > 0)
 
 
 def _answered(prompt: Prompt, request: Any) -> Prompt:

@@ -86,7 +86,7 @@ def register() -> None:
     components = "sglang.srt.managers.scheduler_components"
     HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _keep, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.process_decode_queue", _settle_kept, HookType.BEFORE)
-    HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.pop_preallocated", _make_room, HookType.BEFORE)
+    HookRegistry.register(f"{queues}.decode.DecodePreallocQueue.pop_preallocated", _make_room, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.update_running_batch", _make_room_for_step, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.flush_cache", _give_up_kept, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.is_fully_idle", _is_idle, HookType.AROUND)
@@ -263,12 +263,15 @@ def _keep(original: Callable[..., None], request: Any, tree_cache: Any, *, check
         release()
 
 
-def _settle_kept(*_: Any) -> None:
+def _settle_kept(scheduler: Any) -> None:
+    """Before decode looks through its queues. Retracted requests come first, and wait for pages."""
     if _process.keeper:
         _process.keeper.settle()
+        _process.keeper.make_room(lambda: not scheduler.disagg_decode_prealloc_queue.retracted_queue)
 
 
-def _make_room(queue: Any, *_: Any, **__: Any) -> None:
+def _make_room(_: Any, queue: Any, *_given: Any, **_named: Any) -> None:
+    """For the next look through decode's queue."""
     if _process.keeper:
         from disagg.integrations.sglang.kept import has_room
 

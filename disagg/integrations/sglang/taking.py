@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache, kv_to_page_indice
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from disagg.core.errors import DisaggError
-from disagg.integrations.handoff import HandOff
+from disagg.core.errors import DisaggError, RemoteProtocolError
+from disagg.integrations.handoff import HandOff, Payload
 from disagg.integrations.sglang.kept import KEPT, asked, reason_against
 from disagg.integrations.sglang.manager import nobody
 from disagg.integrations.sglang.rows import full_pages, needs
@@ -34,22 +34,38 @@ MAX_SHARE = 0.5
 
 @dataclass
 class Taking:
-    """The tokens `[start, stop)` of a request go to `indices`. The radix cache has those before, which `lock` keeps."""
+    """The tokens `[start, stop)` of a request go to `indices`. The radix cache has those before, which `lock` keeps. `digest`
+    is the request's of its first `common` tokens, with which the other one begins, as its hand-over says.
+    """
 
     request: Any
     start: int
     stop: int
+    common: int
+    digest: str
     indices: torch.Tensor
     lock: Any
     handle: Receiver | None = None
+    is_right: bool | None = None
+    """Whether this rank has got what it asked for; `None` while it is under way."""
 
-    @property
     def flags(self) -> tuple[bool, bool, bool]:
         """Whether this rank's part has ended, is right, and is written by nobody any more."""
         if self.handle is None:
             return True, False, True
-        event = self.handle.poll()
-        return event is not None, event is not None and event.ok, event is not None and self.handle.lease.released
+        if self.is_right is None and (event := self.handle.poll()) is not None:
+            self.is_right = event.ok and self._is_of_its_prompt(event.payload)
+        return self.is_right is not None, bool(self.is_right), self.handle.lease.released
+
+    def _is_of_its_prompt(self, data: bytes) -> bool:
+        """Whoever gave the hand-over may have changed it: the other server says what it has sent."""
+        try:
+            payload = Payload.decode(data)
+            payload.check(payload.digest(self.common), self.digest)
+        except RemoteProtocolError as error:
+            logger.warning("request %s: prefill computes it: %s", self.request.rid, error)
+            return False
+        return True
 
 
 class Taker:
@@ -111,7 +127,7 @@ class Taker:
         if indices is None:
             tree.unlock(lock)
             return None
-        return Taking(request, start, stop, indices, lock)
+        return Taking(request, start, stop, common, prompt.digest(common), indices, lock)
 
     def _receive(self, taking: Taking, hand_off: HandOff) -> Receiver:
         manager = self._manager
@@ -145,10 +161,11 @@ class Taker:
         if not takings:
             return []
         for taking in self._open:
-            if taking.handle is not None and taking.request.disagg_kv_sender.conclude_state == KVPoll.Failed:
+            status = self._manager.request_status.get(taking.request.disagg_kv_sender.bootstrap_room, KVPoll.Failed)
+            if taking.handle is not None and status == KVPoll.Failed:
                 taking.handle.abort("the request has ended")
         group, least = self._scheduler.attn_tp_cpu_group, torch.distributed.ReduceOp.MIN
-        flags = all_reduce_flags([flag for taking in takings for flag in taking.flags], group, least)
+        flags = all_reduce_flags([flag for taking in takings for flag in taking.flags()], group, least)
         waiting, failed = [], []
         for number, taking in enumerate(takings):
             has_ended, is_right, is_free = flags[3 * number : 3 * number + 3]

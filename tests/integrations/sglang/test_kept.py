@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ ROOMS = itertools.count(2**59)
 JSON = {"Content-Type": "application/json"}
 PAGE_SIZE = 16
 """Prefill's."""
+KEEP_S = 120.0
 MAX_TOKENS = 24
 
 
@@ -178,6 +180,34 @@ def test_a_hand_over_is_used_once(servers: Servers) -> None:
     wait_given_back(servers.prefill)
 
 
+def test_a_hand_over_that_says_what_another_one_has(servers: Servers) -> None:
+    """Prefill believes the server that sends the state, not who brings the hand-over: nobody else finds it in the cache."""
+    mine, foreign = prompts((128, 128), seed=68)
+    for name, text in (("c" * 32, mine), ("d" * 32, foreign)):
+        ask(servers, text, name, max_tokens=4)
+    right, other = (tell(servers.decode, kept_request_id=name) for name in ("c" * 32, "d" * 32))
+    forged = {**other, "remote_prompt": right["remote_prompt"], "remote_beginnings": right["remote_beginnings"]}
+    later = [*mine, *foreign[:20]]
+    found, cached = ask(servers, later, "e" * 32, forged)
+    check(servers, later, found)
+    assert cached == 0
+    assert "expected the state of this request's prompt" in servers.prefill.log()
+    wait_given_back(servers.decode)
+
+
+def test_what_is_told_beside_an_empty_prompt(servers: Servers) -> None:
+    body = {
+        "input_ids": [[5], []],
+        "sampling_params": {"max_new_tokens": 1, "custom_params": {"disagg_kept_request_id": "a" * 32}},
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": 1,
+        "bootstrap_room": [next(ROOMS), next(ROOMS)],
+    }
+    asked = urllib.request.Request(f"{servers.decode.url}/generate", data=json.dumps(body).encode(), headers=JSON)
+    with urllib.request.urlopen(asked, timeout=90) as answer:
+        assert [each["meta_info"]["disagg_kept"] for each in json.load(answer)] == [[None], [None]]
+
+
 def test_what_is_not_kept(servers: Servers) -> None:
     """Ids that cannot be, more tokens than the share, and what a flush has given up."""
     (text, long) = prompts((40, 1100), seed=64)
@@ -188,7 +218,9 @@ def test_what_is_not_kept(servers: Servers) -> None:
     assert tell(servers.decode, kept_request_id=f"{81:032x}") is None
     assert "kept_share" in servers.decode.log()
     ask(servers, text, f"{82:032x}")
-    assert tell(servers.decode, kept_request_id=f"{82:032x}")
+    kept = tell(servers.decode, kept_request_id=f"{82:032x}")
+    ask(servers, long[:50], f"{82:032x}")  # another one by this id
+    assert tell(servers.decode, kept_request_id=f"{82:032x}") == kept
     wait_given_back(servers.decode)
     assert tell(servers.decode, kept_request_id=f"{82:032x}") is None
 
@@ -204,6 +236,14 @@ def test_the_oldest_goes_first(servers: Servers) -> None:
     found, _ = ask(servers, long, f"{95:032x}", max_tokens=4)
     check(servers, long, found)
     assert [tell(servers.decode, kept_request_id=name) for name in names] == [None] * 4
+    wait_given_back(servers.decode)
+    short, texts = prompts((40,), seed=69)[0], prompts((300,) * 3, seed=70)
+    for number, text in enumerate(texts, 96):
+        ask(servers, text, f"{number:032x}", max_tokens=4)
+    begun_s = time.monotonic()
+    found, _ = ask(servers, short, "an id that cannot be", max_tokens=1300)  # SGLang reserves for what it may answer
+    assert time.monotonic() - begun_s < KEEP_S
+    check(servers, short, found)
     wait_given_back(servers.decode)
 
 
@@ -227,9 +267,27 @@ def stopped(server: Server, prompt: Sequence[int], room: int, port: int, num_tok
     return found, reason
 
 
+def moved(source: Server, target: Server, text: list[int], answer: Found, room: int, total: int) -> Found:
+    """The answer to a prompt with its beginning, which `source` has kept, as `target` goes on with it."""
+    kept = tell(source, kept_request_id=f"{room:032x}")
+    assert kept["remote_num_tokens"] == len(text) + len(answer.tokens) - 1
+    address = URL(kept["remote_address"])
+    where = {"bootstrap_host": f"{kept['remote_engine_id']}@{address.host}", "bootstrap_port": address.port}
+    return generate(
+        target,
+        [*text, *answer.tokens[:-1]],
+        {"disagg_keep": f"{room:032x}"},
+        max_tokens=total - len(answer.tokens) + 1,
+        bootstrap_room=room,
+        **where,
+    )
+
+
 @pytest.mark.parametrize("is_back", [False, True], ids=["to TP 2", "back to TP 1"])
 def test_a_running_request_moves(servers: Servers, is_back: bool) -> None:
-    """At every eighth step: the other server's answer goes on with the last token of the one that has stopped."""
+    """At every eighth step: the other server's answer goes on with the last token of the one that has stopped. What it has in
+    the end goes on at the first one, with the same id.
+    """
     source, target = (servers.other, servers.decode) if is_back else (servers.decode, servers.other)
     (text,) = prompts((75,), seed=67)
     total, num_moved = 64, 0
@@ -248,21 +306,15 @@ def test_a_running_request_moves(servers: Servers, is_back: bool) -> None:
         if len(first.tokens) == total:
             continue
         num_moved += 1
-        kept = tell(source, kept_request_id=f"{room:032x}")
-        assert kept["remote_num_tokens"] == len(text) + len(first.tokens) - 1
-        address = URL(kept["remote_address"])
-        rest = generate(
-            target,
-            [*text, *first.tokens[:-1]],
-            max_tokens=total - len(first.tokens) + 1,
-            bootstrap_host=f"{kept['remote_engine_id']}@{address.host}",
-            bootstrap_port=address.port,
-            bootstrap_room=room,
-        )
+        rest = moved(source, target, text, first, room, total)
         assert rest.tokens[0] == first.tokens[-1]
         whole = Found([*first.tokens, *rest.tokens[1:]], [*first.logprobs, *rest.logprobs[1:]], {})
         assert len(whole.tokens) == total
         check(servers, text, whole)
+        again = moved(target, source, text, whole, room, total + 8)
+        longer = Found([*whole.tokens, *again.tokens[1:]], [*whole.logprobs, *again.logprobs[1:]], {})
+        assert len(longer.tokens) == total + 8
+        check(servers, text, longer)
     assert num_moved >= 4
     assert num_computed(target) == (0, 0)
     wait_given_back(source)
