@@ -261,7 +261,9 @@ def reason_against(manager: Any, scheduler: Any) -> str:
         "context parallelism": manager.attn_cp_size > 1,
         "data parallelism": manager.attn_dp_size > 1 or manager.system_dp_size > 1,
         "no paged keys and values": facts.kv is None,
-        "windows of which only the last tokens have arrived": bool(facts.windows) and not facts.reuses_pages,
+        "latents": facts.kv is not None and facts.kv.num_kv_heads is None,
+        "windows": bool(facts.windows),
+        "FP8": facts.kv is not None and facts.kv.dtype.startswith("float8"),
         "other state than keys and values of full attention": bool(
             facts.window_kv or facts.slots or facts.index or facts.index_k or facts.compressed
         ),

@@ -11,12 +11,16 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from yarl import URL
 
+from disagg import Topology
+from disagg.integrations.sglang.facts import DraftFacts, Facts, PageFacts
+from disagg.integrations.sglang.kept import reason_against
 from harness.servers import Server
 from harness.vllm.models import write_model
 from tests.integrations.sglang.test_answers import num_computed
@@ -114,6 +118,38 @@ def check(servers: Servers, prompt: Sequence[int], found: Found) -> None:
     right = generate(servers.alone, prompt, max_tokens=len(found.tokens))
     assert found.tokens == right.tokens
     assert found.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+
+
+FULL = PageFacts(layers=(0, 1), dtype="bfloat16", dims=(64, 64), num_kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("facts", "server", "reason"),
+    [
+        ({}, {}, ""),
+        ({"kv": replace(FULL, num_kv_heads=None)}, {}, "latents"),
+        ({"kv": replace(FULL, dtype="float8_e4m3fn")}, {}, "FP8"),
+        ({"kv": None}, {}, "no paged keys"),
+        ({"windows": {1: 64}}, {}, "windows"),
+        ({"window_kv": FULL}, {}, "other state"),
+        ({"drafts": (DraftFacts(kv=FULL),)}, {}, "a draft model"),
+        ({}, {"draft_worker": object()}, "a draft model"),
+        ({}, {"pp_size": 2}, "pipeline stages"),
+        ({}, {"attn_dp_size": 2}, "data parallelism"),
+        ({}, {"system_dp_size": 2}, "data parallelism"),
+        ({}, {"attn_cp_size": 2}, "context parallelism"),
+        ({}, {"enable_hierarchical_cache": True}, "hierarchical"),
+    ],
+)
+def test_what_was_not_tried(facts: dict[str, Any], server: dict[str, Any], reason: str) -> None:
+    plain = {
+        **dict.fromkeys(("pp_size", "attn_dp_size", "system_dp_size", "attn_cp_size"), 1),
+        **dict.fromkeys(("enable_hierarchical_cache", "enable_decode_hicache"), False),
+        "draft_worker": None,
+        "facts": Facts(topology=Topology(), **{"kv": FULL, **facts}),
+    }
+    found = SimpleNamespace(**{**plain, **server})
+    assert (reason in reason_against(found, found)) if reason else not reason_against(found, found)
 
 
 def wait_given_back(server: Server) -> None:
