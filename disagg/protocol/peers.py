@@ -253,15 +253,17 @@ class PeerTable:
             self._links.greet_soon(link, now)
         return accepted.peer
 
-    def on_late(self, message: AnyMessage, now: float) -> None:
+    def on_late(self, user: str, message: AnyMessage, now: float) -> None:
         """The first message of a connection that ended before it was read, so that nobody hears an answer. Its process has
         ended, or says hello again.
         """
         if not isinstance(message, Hello):
             return
         peer = PeerRank(message.instance, message.rank)
-        link = self.link(peer)
-        if link is not None and link.epoch == message.epoch and self._inbound.of(peer) is None:
+        instance, link = self.instances.get(peer.instance), self.link(peer)
+        if instance is None or instance.public_key not in (None, user) or message.to not in (None, self.identity.peer):
+            return
+        if link is not None and link.epoch == message.epoch and not link.has_ended and self._inbound.of(peer) is None:
             link.end(now + CLOSED_GRACE_S)
             self._links.greet_soon(link, now)
 

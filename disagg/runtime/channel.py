@@ -249,14 +249,13 @@ class Channel:
             if len(frames) > MAX_FRAMES + 1:
                 self._monitor.end(_descriptor_of(frames[1]), self._port)
                 continue
-            connection, user = frames[0].bytes, ""
+            connection = frames[0].bytes
+            user = "" if self._keys is None else str(frames[1].get("User-Id"))
             if not self._monitor.hears(connection):
                 yield from self._ended()
                 if not self._monitor.add(connection, _descriptor_of(frames[1])):
-                    yield Late(frames[1].bytes)
+                    yield Late(user, frames[1].bytes)
                     continue
-            if self._keys is not None:
-                user = str(frames[1].get("User-Id"))
             for frame in frames[1:]:
                 yield Inbound(connection, user, frame.bytes)
 

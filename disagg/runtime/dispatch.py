@@ -104,7 +104,7 @@ class Dispatch:
                     self.announce(answering)
                 return False
             if isinstance(arrived, Late):
-                self._peers.on_late(message, now)
+                self._peers.on_late(arrived.user, message, now)
                 return False
             peer = self._peers.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:

@@ -21,6 +21,7 @@ class Inbound(msgspec.Struct, frozen=True):
 class Late(msgspec.Struct, frozen=True):
     """A message on a connection that a peer opened, and that ended before it was read."""
 
+    user: str
     data: bytes
 
 

@@ -220,21 +220,33 @@ def test_a_new_process_takes_the_place_of_one_whose_connection_has_ended() -> No
     assert table.on_inbound(b"c2", "", DRAINED, 2.0) == DECODE
 
 
-@pytest.mark.parametrize(("epoch", "is_connected"), [(7, False), (8, False), (7, True)])
-def test_a_peer_whose_hello_comes_too_late(epoch: int, is_connected: bool) -> None:
-    """It has ended before its hello was read. What another process has said, or one that is connected, changes nothing."""
+@pytest.mark.parametrize(
+    ("epoch", "is_connected", "key", "is_lost"),
+    [
+        (7, False, None, True),
+        (7, False, "key", True),
+        (7, False, "other", False),
+        (8, False, None, False),
+        (7, True, None, False),
+    ],
+)
+def test_a_peer_whose_hello_comes_too_late(epoch: int, is_connected: bool, key: str | None, is_lost: bool) -> None:
+    """It has ended before its hello was read. What another process has said, or one that is connected, changes nothing. Later
+    ones do not put the end off.
+    """
     table = peer_table()
-    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.add_peer("decode-0", LEADER, key, 0.0)
     table.tick(0.0)
     reply(table, LEADER, welcome(epoch=7), 0.0)
     if is_connected:
         table.on_inbound(b"c1", "", hello(epoch=7), 0.0)
-    table.on_late(DRAINED, 1.0)
-    table.on_late(hello(epoch=epoch, dial=9), 1.0)
-    table.on_late(hello("nobody"), 1.0)
-    table.tick(1.0 + 2 * CLOSED_GRACE_S)
+    table.on_late("key", DRAINED, 1.0)
+    table.on_late("key", hello(epoch=epoch, dial=9), 1.0)
+    table.on_late("key", hello("nobody"), 1.0)
+    table.on_late("key", hello(epoch=epoch, dial=10), 1.0 + 0.9 * CLOSED_GRACE_S)
+    table.tick(1.0 + 1.5 * CLOSED_GRACE_S)
     lost = [each for each in take_effects(table) if isinstance(each, Lost)]
-    assert bool(lost) is (epoch == 7 and not is_connected)
+    assert bool(lost) is is_lost
 
 
 def test_a_second_process_of_one_name_is_refused_while_the_first_is_connected() -> None:

@@ -163,7 +163,7 @@ def test_a_connection_outlives_an_earlier_one_of_its_descriptor_whose_message_is
         later = next(arrivals)
         assert isinstance(later, Inbound)
         assert later.data == b"later"
-        assert next(arrivals) == Late(b"earlier")
+        assert next(arrivals) == Late("", b"earlier")
         print(file=clients, flush=True)
         assert next(arrivals) == Inbound(later.connection, "", b"again")
 
@@ -314,7 +314,7 @@ def test_a_hello_of_a_connection_that_has_ended_is_late() -> None:
     while any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] in OPEN for line in kernels_sockets()):
         assert time.monotonic() < until_s
         time.sleep(0.01)
-    assert until(server, 1)[0] == Late(b"hello")
+    assert until(server, 1)[0] == Late("", b"hello")
     server.close()
 
 

@@ -17,6 +17,7 @@ import torch
 from sglang.srt.disaggregation.utils import all_reduce_flags
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.mem_cache.common import kv_to_page_indices
+from sglang.srt.runtime_context import get_disagg, get_serving
 
 from disagg.core.errors import DisaggError
 from disagg.integrations.handoff import MAX_BEGINNINGS, HandOff, Payload, problem_of_id
@@ -155,6 +156,8 @@ class Keeper:
         running = [each for each in running if not each.finished() and each.to_finish is None]
         if not running:
             return "no such request is being answered"
+        if request_id in self._requests:
+            return f"another request is kept by the id {request_id}"
         if reason := self._reason or problem_of_id(request_id, STOP_REQUEST_ID) or reason_to_stay(running[0]):
             return reason
         running[0].to_finish = FINISH_LENGTH(length=len(running[0].output_ids) + 1)
@@ -185,7 +188,10 @@ class Keeper:
     def make_room(self, has_room: Callable[[], bool]) -> None:
         """Give up requests, the oldest first, until there is room for others."""
         while self._requests and not has_room():
-            self._give_up(next(iter(self._requests)))
+            self.give_up_one()
+
+    def give_up_one(self) -> None:
+        self._give_up(next(iter(self._requests)))
 
     def give_up_all(self) -> None:
         self.make_room(lambda: False)
@@ -227,6 +233,7 @@ def reason_to_stay(request: Any) -> str:
         "a grammar": request.grammar is not None,
         "a custom logit processor": request.custom_logit_processor,
         "images or other items": request.multimodal_inputs is not None,
+        "embeddings": request.input_embeds is not None or request.positional_embed_overrides is not None,
         "hidden states, experts or top-k indices of all tokens": (
             request.return_hidden_states or request.return_routed_experts or request.return_indexer_topk
         ),
@@ -269,6 +276,8 @@ def reason_against(manager: Any, scheduler: Any) -> str:
         ),
         "block scales": facts.kv is not None and bool(facts.kv.scales or facts.kv.latent_scales),
         "a hierarchical cache": scheduler.enable_hierarchical_cache or scheduler.enable_decode_hicache,
+        "--disaggregation-decode-enable-offload-kvcache": get_disagg().disaggregation_decode_enable_offload_kvcache,
+        "--strip-thinking-cache": get_serving().strip_thinking_cache,
     }
     found = [problem for problem, is_so in problems.items() if is_so]
     return f"it was not tried with {found[0]}" if found else ""

@@ -267,7 +267,8 @@ def _settle_kept(scheduler: Any) -> None:
     """Before decode looks through its queues. Retracted requests come first, and wait for pages."""
     if _process.keeper:
         _process.keeper.settle()
-        _process.keeper.make_room(lambda: not scheduler.disagg_decode_prealloc_queue.retracted_queue)
+    if _process.keeper and scheduler.disagg_decode_prealloc_queue.retracted_queue:
+        _process.keeper.give_up_one()  # the next ones in the next loops
 
 
 def _make_room(_: Any, queue: Any, *_given: Any, **_named: Any) -> None:
@@ -275,7 +276,8 @@ def _make_room(_: Any, queue: Any, *_given: Any, **_named: Any) -> None:
     if _process.keeper:
         from disagg.integrations.sglang.kept import has_room
 
-        _process.keeper.make_room(lambda: has_room(queue))
+        if not has_room(queue):
+            _process.keeper.give_up_one()
 
 
 def _make_room_for_step(_: Any, batch: Any) -> None:
