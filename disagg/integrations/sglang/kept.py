@@ -17,7 +17,6 @@ import torch
 from sglang.srt.disaggregation.utils import all_reduce_flags
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.mem_cache.common import kv_to_page_indices
-from sglang.srt.runtime_context import get_disagg, get_serving
 
 from disagg.core.errors import DisaggError
 from disagg.integrations.handoff import MAX_BEGINNINGS, HandOff, Payload, problem_of_id
@@ -262,6 +261,7 @@ def _answered(prompt: Prompt, request: Any) -> Prompt:
 def reason_against(manager: Any, scheduler: Any) -> str:
     """Why this server keeps nothing, and takes nothing that another one kept, if so: such states and options were not tried."""
     facts: Facts = manager.facts
+    options = scheduler.server_args
     problems = {
         "a draft model": scheduler.draft_worker is not None or bool(facts.drafts),
         "several pipeline stages": manager.pp_size > 1,
@@ -276,8 +276,8 @@ def reason_against(manager: Any, scheduler: Any) -> str:
         ),
         "block scales": facts.kv is not None and bool(facts.kv.scales or facts.kv.latent_scales),
         "a hierarchical cache": scheduler.enable_hierarchical_cache or scheduler.enable_decode_hicache,
-        "--disaggregation-decode-enable-offload-kvcache": get_disagg().disaggregation_decode_enable_offload_kvcache,
-        "--strip-thinking-cache": get_serving().strip_thinking_cache,
+        "--disaggregation-decode-enable-offload-kvcache": options.disaggregation_decode_enable_offload_kvcache,
+        "--strip-thinking-cache": options.strip_thinking_cache,
     }
     found = [problem for problem, is_so in problems.items() if is_so]
     return f"it was not tried with {found[0]}" if found else ""

@@ -139,6 +139,8 @@ FULL = PageFacts(layers=(0, 1), dtype="bfloat16", dims=(64, 64), num_kv_heads=4)
         ({}, {"system_dp_size": 2}, "data parallelism"),
         ({}, {"attn_cp_size": 2}, "context parallelism"),
         ({}, {"enable_hierarchical_cache": True}, "hierarchical"),
+        ({}, {"offload": True}, "offload"),
+        ({}, {"strip": True}, "thinking"),
     ],
 )
 def test_what_was_not_tried(facts: dict[str, Any], server: dict[str, Any], reason: str) -> None:
@@ -146,6 +148,10 @@ def test_what_was_not_tried(facts: dict[str, Any], server: dict[str, Any], reaso
         **dict.fromkeys(("pp_size", "attn_dp_size", "system_dp_size", "attn_cp_size"), 1),
         **dict.fromkeys(("enable_hierarchical_cache", "enable_decode_hicache"), False),
         "draft_worker": None,
+        "server_args": SimpleNamespace(
+            disaggregation_decode_enable_offload_kvcache=server.pop("offload", False),
+            strip_thinking_cache=server.pop("strip", False),
+        ),
         "facts": Facts(topology=Topology(), **{"kv": FULL, **facts}),
     }
     found = SimpleNamespace(**{**plain, **server})
