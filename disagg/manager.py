@@ -95,8 +95,8 @@ class KVManager:
     no more. With `direct_between_hosts` peers on other hosts write long pieces into rows: faster where a copy costs more than
     the link, but the rows of a peer that is lost during a request stay out of use until `close`. Buffers to pack into and
     slots for all peers have `staging_nbytes` together (`None`: 256 MiB of the GPU that the pools are on, or 64 to 160 MiB of
-    the host, by engine), allocated at the start; a single peer is faster with more. With `verify="full"` all that this rank
-    receives is compared with what was sent, by checksums; with `"off"` nothing is.
+    the host, by engine), allocated at the start; a single peer is faster with more. `verify="full"` compares checksums of
+    everything that this rank receives with those of what was sent; `"off"` compares nothing.
 
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`,
     beside `/healthz` and `/readyz`, without authentication. With `tracing` each request has OpenTelemetry spans, by the

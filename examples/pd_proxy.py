@@ -686,7 +686,7 @@ def for_vllm(body: Body, params: Body, own: Body) -> dict[str, Any]:
 
 
 def for_sglang(body: Body, **given: Any) -> dict[str, Any]:
-    """A request to SGLang that also tells its backend what is `given`, if anything is."""
+    """A request to SGLang, with what is `given` for its `disagg` backend."""
     told = {f"{TO_SGLANG}{name}": value for name, value in given.items() if value}
     params = body.get("custom_params")
     return {**body, "custom_params": {**(params if isinstance(params, dict) else {}), **told}} if told else dict(body)

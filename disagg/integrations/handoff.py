@@ -196,6 +196,17 @@ class HandOff(Place, frozen=True, kw_only=True):
             common = stop
         return common
 
+    def payload(self, engine: str, *, first_token: int | None = None) -> Payload:
+        """What `engine` tells about this kept request, beside its state."""
+        return Payload(
+            engine=engine,
+            num_tokens=self.remote_num_tokens or 0,
+            first_token=first_token,
+            prompt=self.remote_prompt,
+            whole_prompt=self.remote_prompt,
+            beginnings=bytes.fromhex(self.remote_beginnings),
+        )
+
     def params(self) -> dict[str, Any]:
         own = msgspec.structs.asdict(self)
         if not self.is_kept:

@@ -20,9 +20,7 @@ MIN_STALE = 64
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """What is remembered of an attempt that has ended, to answer messages that are sent again. `at` is the time at which a
-    send was given up.
-    """
+    """An ended attempt, remembered so that repeated messages can be answered. `at` is the time at which a send was given up."""
 
     nonce: int | None
     outcome: Outcome | None = None

@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.mem_cache.common import kv_to_page_indices
 
 from disagg.core.errors import DisaggError
-from disagg.integrations.handoff import MAX_BEGINNINGS, HandOff, Payload, problem_of_id
+from disagg.integrations.handoff import MAX_BEGINNINGS, HandOff, problem_of_id
 from disagg.integrations.sglang.bootstrap import name_of
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.manager import ENGINE, nobody
@@ -56,11 +56,10 @@ class Kept:
 class Keeper:
     """All ranks have the same requests, in the same order: SGLang's ranks schedule alike, and release them together."""
 
-    def __init__(self, manager: Any, scheduler: Any, *, keep_s: float, kept_share: float) -> None:
-        self._manager, self._scheduler, self._keep_s = manager, scheduler, keep_s
-        pool = scheduler.token_to_kv_pool_allocator
-        self._max_tokens = int(kept_share * pool.size)
-        self._max_requests = int(kept_share * scheduler.req_to_token_pool.size)
+    def __init__(self, manager: Any, scheduler: Any) -> None:
+        self._manager, self._scheduler, self._keep_s = manager, scheduler, manager.keep_s
+        self._max_tokens = int(manager.kept_share * scheduler.token_to_kv_pool_allocator.size)
+        self._max_requests = int(manager.kept_share * scheduler.req_to_token_pool.size)
         self._reason = reason_against(manager, scheduler)
         self._requests: dict[str, Kept] = {}
         self._num_loops = 0
@@ -115,7 +114,7 @@ class Keeper:
             self._give_up(next(iter(own)))
 
     def _offer(self, request: Any, prompt: Prompt, request_id: str) -> tuple[HandOff, Sender | None]:
-        """Send a request to whoever asks for it. Without a sender nobody gets it."""
+        """Offer a request's state to the first server that asks for it. The sender is `None` if that failed."""
         manager, scheduler, num_tokens = self._manager, self._scheduler, prompt.num_tokens - 1
         digests = [digest for _, digest in prompt.beginnings(num_tokens)]
         hand_off = HandOff(
@@ -127,14 +126,7 @@ class Keeper:
             remote_beginnings="".join(digests[:MAX_BEGINNINGS]),
             remote_keep_s=self._keep_s,
         )
-        payload = Payload(
-            engine=ENGINE,
-            num_tokens=num_tokens,
-            first_token=int(prompt.token_ids[-1]),
-            prompt=hand_off.remote_prompt,
-            whole_prompt=hand_off.remote_prompt,
-            beginnings=bytes.fromhex(hand_off.remote_beginnings),
-        )
+        payload = hand_off.payload(ENGINE, first_token=int(prompt.token_ids[-1]))
         indices = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :num_tokens]
         indices = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(indices)
         rows = full_pages(kv_to_page_indices(indices, manager.kv_args.page_size), 0, facts=manager.facts)
@@ -146,7 +138,7 @@ class Keeper:
             handle.send(rows, tokens=(0, num_tokens), ready=manager.host.launched())
             handle.finish({}, payload=payload.encode())
         except DisaggError as error:
-            logger.warning("request %s: nobody gets what is kept of it: %s", request.rid, error)
+            logger.warning("request %s: its state cannot be handed over: %s", request.rid, error)
         return hand_off, handle
 
     def stop(self, request_id: str) -> str:
@@ -196,7 +188,7 @@ class Keeper:
         self.make_room(lambda: False)
 
     def _give_up(self, request_id: str) -> None:
-        """Nobody takes what is read after the call of `abort`."""
+        """Release a request's pages at once: the other server discards whatever is read after `abort`."""
         kept = self._requests.pop(request_id)
         if kept.handle is not None:
             kept.handle.abort("its pages are needed")

@@ -164,7 +164,7 @@ def _set_up(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
 
     manager = queue.kv_manager
     if _is_decode():
-        manager.keeper = Keeper(manager, queue.scheduler, keep_s=manager.keep_s, kept_share=manager.kept_share)
+        manager.keeper = Keeper(manager, queue.scheduler)
     else:
         manager.taker = Taker(manager, queue.scheduler)
     _process.keeper = manager.keeper

@@ -156,7 +156,7 @@ class Taker:
             logger.debug("%s: %s", hand_off.remote_request_id, error)
 
     def settle(self) -> list[Any]:
-        """Cache what has arrived, and return the requests whose state still arrives."""
+        """Put the state that has arrived into the radix cache, and return the requests that still wait for theirs."""
         takings = [*self._open, *self._failed]
         if not takings:
             return []

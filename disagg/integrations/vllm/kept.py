@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
-from disagg.integrations.handoff import MAX_BEGINNINGS, HandOff, Payload, Place, problem_of_id
+from disagg.integrations.handoff import MAX_BEGINNINGS, HandOff, Place, problem_of_id
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import Group, Kind, kind_of
 from disagg.integrations.vllm.metadata import ENGINE, BlockIds, Chunk, Finish, Opening, StepMetadata
@@ -209,17 +209,10 @@ class Keeper:
         return ""
 
     def _send(self, req_id: str, hand_off: HandOff, blocks: BlockIds, step: StepMetadata) -> None:
-        num_tokens, prompt = hand_off.remote_num_tokens or 0, hand_off.remote_prompt
-        payload = Payload(
-            engine=ENGINE,
-            num_tokens=num_tokens,
-            prompt=prompt,
-            whole_prompt=prompt,
-            beginnings=bytes.fromhex(hand_off.remote_beginnings),
-        )
+        payload = hand_off.payload(ENGINE)
         if any(group.is_incremental for group in self._groups):
-            chosen = tuple(group.covering(ids, 0, num_tokens) for group, ids in zip(self._groups, blocks, strict=True))
-            step.chunks.append(Chunk(req_id, hand_off.request_id, 0, chosen, 0, num_tokens))
+            chosen = tuple(group.covering(ids, 0, payload.num_tokens) for group, ids in zip(self._groups, blocks, strict=True))
+            step.chunks.append(Chunk(req_id, hand_off.request_id, 0, chosen, 0, payload.num_tokens))
         step.openings.append(Opening(req_id, hand_off.request_id, 0))  # the same step may give it up
         step.finishes.append(Finish(req_id, hand_off.request_id, 0, blocks, payload.encode()))
         step.kept.append(req_id)

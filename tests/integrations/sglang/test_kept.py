@@ -180,6 +180,35 @@ def test_turns_continue_on_prefill(servers: Servers) -> None:
     wait_given_back(servers.decode)
 
 
+def test_the_proxy_keeps_chats(servers: Servers) -> None:
+    """Also if the client edits an answer. Prefill takes the beginning that both turns have."""
+    messages, before = [{"role": "user", "content": "Prefill computes, decode answers. " * 9}], 0
+    with Server.proxy(servers.prefill, servers.decode, "--keep") as proxy:
+        proxy.wait_ready()
+        for number in range(2):
+            body = {"model": "model", "messages": messages, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+            right, found = (chat(server, {**body, "logprobs": True}) for server in (servers.alone, proxy))
+            assert found["message"] == right["message"]
+            given, wanted = ([each["logprob"] for each in one["logprobs"]["content"]] for one in (found, right))
+            assert given == pytest.approx(wanted, abs=1e-5)
+            if number == 0:
+                answer = {"role": "assistant", "content": "edited"}
+                messages = [*messages, answer, {"role": "user", "content": "And now?"}]
+                servers.prefill.flush()
+                _, before = num_computed(servers.prefill)
+        until = time.monotonic() + 30
+        while (cached := num_computed(servers.prefill)[1] - before) == 0 and time.monotonic() < until:
+            time.sleep(0.1)  # logging takes its time
+        assert cached >= 64
+    wait_given_back(servers.decode)
+
+
+def chat(server: Server, body: Mapping[str, Any]) -> Any:
+    asked = urllib.request.Request(f"{server.url}/v1/chat/completions", data=json.dumps(body).encode(), headers=JSON)
+    with urllib.request.urlopen(asked, timeout=90) as answer:
+        return json.load(answer)["choices"][0]
+
+
 def test_an_edited_history_takes_the_common_beginning(servers: Servers) -> None:
     text, other = prompts((200, 60), seed=62)
     for number, common in enumerate((10, 64, 130, 199), 32):
